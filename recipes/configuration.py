@@ -70,7 +70,7 @@ def check_configuration(config: Mapping[str, Any], environment: Mapping[str, str
     check_threads(environment)
     check_arguments(config)
     check_profile(config)
-    check_light(config["strategy"], config["trainer"]["accelerator"])
+    check_light(config["strategy"])
     check_elastic(config, environment)
     check_named(config["data"])
     check_stand_in(config["data"], config["trainer"]["accelerator"])

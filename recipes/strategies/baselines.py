@@ -25,13 +25,14 @@ class BaselineDDPStrategy(DDPStrategy):
     """DDPStrategy with one of torch's communication hooks.
 
     Args:
-        hook: ``"none"`` (gradients travel in their own dtype), ``"bf16"``, ``"fp16"`` or ``"powersgd"`` (CUDA only).
+        hook: ``"none"`` (gradients travel in their own dtype), ``"bf16"``, ``"fp16"`` or ``"powersgd"``, which has one
+            bucket of all gradients over Gloo.
         powersgd_rank: rank of PowerSGD's approximation.
         powersgd_start: number of optimizer steps at the start in which PowerSGD does not compress, at least 2.
         **arguments: arguments of DDPStrategy.
 
     Raises:
-        RecipeError: an unknown hook; at set-up, PowerSGD without CUDA.
+        RecipeError: an unknown hook; at set-up, PowerSGD over Gloo of gradients that do not fit one bucket.
     """
 
     def __init__(self, hook: str = "none", powersgd_rank: int = 4, powersgd_start: int = 100, **arguments: Any) -> None:
@@ -44,15 +45,14 @@ class BaselineDDPStrategy(DDPStrategy):
         self._compressed_before = 0  # coordinates that PowerSGD had sent compressed at the end of the last step
         self._sparse_bytes: dict[str, int] = {}  # of the last step, by parameter with sparse gradients
 
-    def setup_environment(self) -> None:
-        """Refuse PowerSGD without CUDA: here the trainer knows the device, and nothing has been connected yet."""
-        if self._hook == "powersgd" and self.root_device.type != "cuda":
-            raise RecipeError(
-                f"strategy=powersgd needs CUDA, this is {self.root_device.type}: torch's PowerSGD hook starts "
-                "collectives from inside a callback, and Gloo aborts the process on that. "
-                "Take hardware=nvlink or pcie, or strategy=ddp_bf16 or gqsgd_4bit"
-            )
-        super().setup_environment()
+    @property
+    def is_one_bucket(self) -> bool:
+        """Whether all gradients travel in one bucket, which PowerSGD needs over Gloo.
+
+        torch's hook starts collectives inside callbacks. With several buckets, threads of Gloo start those of different
+        buckets in any order, and processes hang, or abort when messages of different lengths meet.
+        """
+        return self._hook == "powersgd" and self._get_process_group_backend() == "gloo"
 
     def setup_distributed(self) -> None:
         """Set up the process group, then finish as in `distributed.after_setup`."""
@@ -61,6 +61,8 @@ class BaselineDDPStrategy(DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Wrap the model, register the hook, and prepare the count of bytes."""
+        if self.is_one_bucket:
+            self._ddp_kwargs["bucket_cap_mb"] = self._mib_of_one_bucket()
         super().configure_ddp()
         model = self.model
         assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
@@ -81,11 +83,36 @@ class BaselineDDPStrategy(DDPStrategy):
             model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif self._hook == "powersgd":
             self._powersgd = powerSGD_hook.PowerSGDState(
-                process_group=None,
+                # Collectives of DDP itself, e.g. with find_unused_parameters, must not come between those of callbacks.
+                process_group=torch.distributed.new_group() if self.is_one_bucket else None,
                 matrix_approximation_rank=self._powersgd_rank,
                 start_powerSGD_iter=self._powersgd_start,
             )
             model.register_comm_hook(self._powersgd, powerSGD_hook.powerSGD_hook)
+
+    def _mib_of_one_bucket(self) -> int:
+        """A limit of DDP's buckets that all gradients stay below. If it is given, the first bucket has it, too."""
+        assert self.model is not None
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        tables = [*tables_of(self.model)]
+        by_dtype = {p.dtype: name for name, p in trained.items()}
+        for reason, remedy in (
+            (tables and f"{tables[0]} has sparse gradients", "take model.sparse=false"),
+            (
+                len(by_dtype) > 1 and f"{' and '.join(by_dtype.values())} have different dtypes",
+                "give all one dtype",
+            ),
+            (
+                "bucket_cap_mb" in self._ddp_kwargs and "bucket_cap_mb limits buckets",
+                "leave strategy.bucket_cap_mb out",
+            ),
+        ):
+            if reason:
+                raise RecipeError(
+                    f"strategy=powersgd over Gloo: {reason}, and all gradients have to fit one bucket, because torch's "
+                    f"hook hangs or aborts with several; {remedy}, or take strategy=ddp_bf16 or gqsgd_4bit"
+                )
+        return 1 + sum(p.numel() * p.element_size() for p in trained.values()) // 2**20
 
     def bytes_sent_in_step(self, ring_factor: float) -> float:
         """Bytes that this process has sent of the last step's gradients, if every all-reduce is a ring.

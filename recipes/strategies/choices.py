@@ -105,19 +105,13 @@ def check_strategies(arguments: Sequence[str]) -> None:
             _check(name)
 
 
-def check_light(strategy: Mapping[str, Any], accelerator: str) -> None:
-    """Refuse what can be told of a strategy without torch: a device that it does not run on, a timeout, a number of
-    bits.
+def check_light(strategy: Mapping[str, Any]) -> None:
+    """Refuse what can be told of a strategy without torch: a timeout, a number of bits.
 
     Raises:
         RecipeError: the strategy cannot work as asked, or the timeout is no time.
     """
     timeout_for(strategy)
-    if strategy.get("hook") == "powersgd" and accelerator == "cpu":
-        raise RecipeError(
-            "strategy=powersgd needs CUDA, and this run has accelerator=cpu; take strategy=ddp_bf16 or gqsgd_4bit, or "
-            "hardware=nvlink or pcie"
-        )
     bits = strategy.get("bits")
     if strategy["_target_"] != TARGET or bits is None or isinstance(bits, Mapping) or bits == "auto":
         return

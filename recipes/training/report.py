@@ -32,6 +32,7 @@ from recipes.measuring.amounts import megabytes_in_words
 from recipes.measuring.clock import TrainingClock
 from recipes.measuring.communication import CommunicationCounter
 from recipes.measuring.exposed import ExposedCommunication
+from recipes.strategies.baselines import BaselineDDPStrategy
 from recipes.strategies.choices import steps_of_round
 from recipes.tasks.task import Task
 
@@ -48,6 +49,8 @@ class StartupSummary(Callback):
         if stage != "fit":
             return
         facts = {**self._facts, "processes": f"{trainer.world_size} ({trainer.num_nodes} x {trainer.num_devices})"}
+        if isinstance(trainer.strategy, BaselineDDPStrategy) and trainer.strategy.is_one_bucket:
+            facts["buckets"] = "one, sent after the backward pass: torch's PowerSGD hangs or aborts over Gloo with more"
         _print(self._title, facts)
 
 

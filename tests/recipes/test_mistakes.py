@@ -77,7 +77,6 @@ MISTAKES = {
     "model.act=relu": "model.act=relu: there is no model.act; model has name, blocks, width, channels, num_classes$",
     "model.mode=relu": "there is no model.mode; model has name, blocks, width, channels, num_classes$",
     "optim.lr=1": "there is no optim.lr; did you mean optimizer.lr",
-    "strategy=powersgd": "RecipeError: strategy=powersgd needs CUDA, .* take strategy=ddp_bf16 or gqsgd_4bit, or",
     "strategy=gqsgd strategy.bits=9": "RecipeError: strategy.bits=9 is out of range: 1 to 8, 16, 32, or auto",
     "strategy=gqsgd strategy.bits=abc": "RecipeError: strategy.bits=abc is out of range",
     "strategy=gqsgdd": "strategy=gqsgdd is not a strategy; did you mean 'gqsgd'.*all: python recipes/run.py --help.$",

@@ -6,6 +6,7 @@ import csv
 import errno
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from lightning.fabric.plugins.io import torch_io
 from lightning.pytorch import Callback
 from omegaconf import DictConfig
+from torch import nn
 
 from lightning_gqsgd.frameworks import distributed
 from recipes.errors import RecipeError
@@ -263,9 +265,40 @@ def test_hooks_are_installed_on_cpu(
     assert found == [hook]
 
 
-def test_powersgd_without_cuda_is_refused_with_the_reason(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"powersgd needs CUDA.*Gloo aborts.*strategy=ddp_bf16"):
-        train(tiny("strategy=powersgd"), tmp_path)
+def test_powersgd_over_gloo_has_one_bucket_and_says_so(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes: list[str] = []
+    teardown = BaselineDDPStrategy.teardown
+
+    def spy(self: BaselineDDPStrategy) -> None:
+        if isinstance(self.model, torch.nn.parallel.DistributedDataParallel):
+            sizes.append(self.model._get_ddp_logging_data()["rebuilt_bucket_sizes"])
+        teardown(self)
+
+    monkeypatch.setattr(BaselineDDPStrategy, "teardown", spy)
+    arguments = ("strategy=powersgd", "strategy.powersgd_start=2", "model.width=96", "trainer.max_epochs=1")
+    train(tiny(*arguments, "test=false"), tmp_path)  # 2.7 MB of gradients: two buckets of DDP's own sizes
+    assert len(sizes) == 1
+    assert int(sizes[0]) > 2**20  # a comma stands between the sizes of several buckets
+    assert re.search(r"buckets +one, sent after the backward pass: torch's PowerSGD", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "words"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), {}, "0.bias and 1.bias have different dtypes"),
+        (nn.Sequential(nn.Embedding(4, 2, sparse=True)), {}, "0.weight has sparse gradients.*take model.sparse=false"),
+        (nn.Linear(2, 2), {"bucket_cap_mb": 5}, "bucket_cap_mb limits buckets.*leave strategy.bucket_cap_mb out"),
+    ],
+)
+def test_powersgd_over_gloo_is_refused_where_gradients_do_not_fit_one_bucket(
+    module: nn.Module, arguments: dict[str, int], words: str
+) -> None:
+    strategy = BaselineDDPStrategy(hook="powersgd", process_group_backend="gloo", **arguments)
+    strategy.model = module
+    with pytest.raises(RecipeError, match=f"powersgd over Gloo: {words}.* or take strategy=ddp_bf16"):
+        strategy.configure_ddp()
 
 
 def test_unknown_hook_is_refused() -> None:
