@@ -243,11 +243,12 @@ def measure(options: argparse.Namespace) -> Report:
     """The table; with ``--docs``, the documentation is written as well."""
     if options.from_results and options.save:
         raise SystemExit("--from-results measures nothing that --save could write; leave one out")
+    is_written = options.save or options.docs
     if options.from_results:
         raw = json.loads((RESULTS / "presets.json").read_text())
     else:
         facts = measured(options)
-        if options.only:  # the others stay as they were measured before
+        if is_written and options.only:  # the others stay as they were measured before
             kept = json.loads((RESULTS / "presets.json").read_text())["facts"]
             facts = [fact for fact in kept if fact["case"].split()[0] not in options.only] + facts
         raw = {"facts": facts, "images": images(32)[0]}
@@ -257,11 +258,12 @@ def measure(options: argparse.Namespace) -> Report:
         "presets",
         "Relative L2 error (%) of an averaged gradient, by preset",
         {"preset": "", "n": "d", "steps": "d", "bits": "", "bound": ""} | dict.fromkeys(order, ""),
-        notes=how_to_read(raw),
+        notes=how_to_read(raw) if options.save else (),
         raw=raw,
     )
     for n in ranks:
-        report.rows += [[row[0], n, *row[1:]] for row in table(raw["facts"], n, order, (1, REPEATS))]
+        rows = [[row[0], n, *row[1:]] for row in table(raw["facts"], n, order, (1, REPEATS))]
+        report.rows += rows if is_written else [row for row in rows if row[0].split()[0] in (options.only or FIXED)]
     if options.docs:
         write_docs(Path(options.docs), raw, order, ranks)
     return report

@@ -62,6 +62,20 @@ def test_table_page_and_figure(
     assert page.read_bytes() == before
 
 
+def test_some_presets_that_are_not_saved_are_printed_without_rows_of_the_stored_ones(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = {"case": "terngrad", "ranks": 2, "kind": "sparse", "steps": 1, "error": 1.0, "bits": 2.0}
+    facts = [{**stored, "bound_error": 0.25, "bound_bits": 0.0}]
+    (small / "presets.json").write_text(json.dumps({"facts": facts, "images": "digits"}))
+    _run(monkeypatch, "--only", "qsgd", "--kinds", "gaussian", "--ranks", "4")
+    printed = capsys.readouterr().out
+    assert "qsgd 2 bit" in printed
+    assert "terngrad" not in printed
+    assert "sparse" not in printed
+    assert {line.split()[-5] for line in printed.splitlines() if line.startswith("  qsgd")} == {"4"}
+
+
 def test_a_preset_that_cannot_sum_so_many_ranks_is_a_dash(small: Path) -> None:
     case = presets.Case("gqsgd_sum 2 bit", "gqsgd_sum", {"bits": 2})
     data = presets.synthetic("gaussian", 4)
