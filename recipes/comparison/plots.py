@@ -353,12 +353,13 @@ def _metric(variants: dict[str, list[Run]]) -> Metric:
 def _finish_metric_axis(axes: Axes, metric: Metric, curves: Sequence[Curve]) -> None:
     values = np.concatenate([curve for curve in curves if curve.size] or [np.array([0.0, 1.0])])
     low, high = float(values.min()), float(values.max())
-    if not metric.higher_is_better:
+    if not metric.higher_is_better and low > 0:
         _logarithmic(axes, low, high)
         return
     if metric.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None, symbol=" %"))
-    axes.set_ylim(max(0.0, low - 0.03), min(1.0, high) + 0.03 * max(0.2, high))
+    if metric.is_bounded:
+        axes.set_ylim(max(0.0, low - 0.03), min(1.0, high) + 0.03 * max(0.2, high))
 
 
 def _logarithmic(axes: Axes, low: float, high: float) -> None:

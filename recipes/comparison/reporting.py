@@ -201,7 +201,7 @@ def _write(section: Section) -> list[Path]:
     files = list(write_tables(section.lines, section.target, section.title, folder))
     metric = section.lines[0].metric
     for axis in AXES:
-        files.append(folder / f"{metric.label.lower()}_{axis}.png")
+        files.append(folder / f"{metric.file}_{axis}.png")
         target = section.target if axis == "time" else float("nan")
         save_curves(variants, axis, section.title, files[-1], target)
     files.append(folder / "step_time.png")

@@ -18,7 +18,7 @@ from lightning_gqsgd.research.theory import bits_at
 from recipes.files import METRICS_FILE, RESULT_FILE
 from recipes.measuring import names
 from recipes.measuring.amounts import megabytes_in_words
-from recipes.measuring.metrics import METRICS, Metric
+from recipes.measuring.metrics import Metric
 
 Curve = NDArray[np.float64]
 
@@ -68,7 +68,7 @@ class Run:
         # JSON has no NaN: a value that was not finite is null there.
         facts["metrics"] = {name: math.nan if value is None else value for name, value in facts["metrics"].items()}
         rows = read_rows(folder / METRICS_FILE)
-        metric = METRICS[facts["metric"]]
+        metric = Metric.of_facts(facts)
         # The test may have other samples than validations, so a curve has points of one of them only.
         points = [row for row in rows if metric.val in row]
         if not points:
@@ -92,7 +92,7 @@ class Run:
     @property
     def metric(self) -> Metric:
         """What the task is judged by."""
-        return METRICS[self.facts["metric"]]
+        return Metric.of_facts(self.facts)
 
     @property
     def final(self) -> float:
@@ -140,7 +140,7 @@ def common_target(variants: dict[str, list[Run]]) -> float:
         return math.nan
     metric = every[0].metric
     worst = metric.worst_first([run.best for run in every])[0]
-    return (0.99 if metric.higher_is_better else 1.01) * worst
+    return (0.99 if metric.higher_is_better == (worst > 0) else 1.01) * worst
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def headings(metric: Metric, target: float) -> list[str]:
 
 def target_text(metric: Metric, target: float) -> str:
     """A target with its unit, with one digit fewer than values have."""
-    return metric.shown(target, metric.digits - 1)
+    return metric.shown(target, max(0, metric.digits - 1))
 
 
 def seeds_in_words(counts: Iterable[int]) -> str:

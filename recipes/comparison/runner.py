@@ -22,7 +22,7 @@ from recipes.comparison.plan import CELL_FILE, Cell
 from recipes.comparison.processes import Starter
 from recipes.files import RESULT_FILE
 from recipes.measuring.amounts import megabytes_in_words
-from recipes.measuring.metrics import METRICS
+from recipes.measuring.metrics import Metric
 from recipes.pace import LINE_EVERY_S, ComparisonPace, duration
 
 LOG = "output.log"
@@ -113,7 +113,7 @@ def _read(log: Path) -> str:
 def outcome_of(cell: Cell) -> str:
     """What a finished cell has reached, in a line."""
     facts = json.loads((cell.folder / RESULT_FILE).read_text())
-    metric = METRICS[facts["metric"]]
+    metric = Metric.of_facts(facts)
     value = metric.of_run(facts["metrics"])
     shown = f"{metric.label} {metric.shown(value)}, " if value is not None else ""
     return f"{shown}{facts['train_time']:.1f} s of training, {megabytes_in_words(facts['mb_sent'])} MB sent"

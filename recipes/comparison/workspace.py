@@ -16,7 +16,7 @@ from recipes.files import read_json
 from recipes.launch.processes import script
 from recipes.loggers.wandb_client import wandb_mode
 from recipes.measuring import names
-from recipes.measuring.metrics import METRICS
+from recipes.measuring.metrics import METRICS, Metric
 
 #: Names in the comparison's own run: of its table, and of the folder of its plots.
 TABLE = "comparison"
@@ -48,7 +48,7 @@ class Definition:
 
     Attributes:
         group: W&B group of the runs.
-        metric: key of the task's metric, see `METRICS`.
+        metric: key of the task's metric.
         project: W&B project of the runs.
         entity: W&B user or team; None: the default of the key.
         by: keys of the configuration; runs with equal values share a line.
@@ -87,8 +87,8 @@ def save_workspace(definition: Definition, file: Path) -> str | None:
     A file that has the URL of the same definition stays as it is, and nothing is created a second time.
 
     Raises:
-        RecipeError: the filter cannot express the group; the metric is unknown; W&B refuses, or cannot be reached.
-            In the last two cases the file has been written.
+        RecipeError: the filter cannot express the group; W&B refuses, or cannot be reached.
+            The file has been written then, unless the filter cannot express the group.
     """
     known_url = _known_url(definition, file)
     if known_url:
@@ -120,9 +120,7 @@ def _workspace(definition: Definition, entity: str) -> Any:
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
 
-    if definition.metric not in METRICS:
-        raise RecipeError(f"metric {definition.metric!r} is not one of {', '.join(METRICS)}")
-    metric = METRICS[definition.metric]
+    metric = METRICS.get(definition.metric, Metric(definition.metric, definition.metric))
 
     def lines(x: str, plotted: dict[str, str]) -> list[Any]:
         return [wr.LinePlot(title=title, x=x, y=[y], title_x=AXES[x], title_y=title) for y, title in plotted.items()]

@@ -14,7 +14,7 @@ from netlab.ranks import run_everywhere
 from recipes.errors import check_installed
 from recipes.files import RESULT_FILE
 from recipes.launch.processes import end_session, folder_argument, run_command
-from recipes.measuring.metrics import METRICS
+from recipes.measuring.metrics import Metric
 from recipes.opening import INTERRUPTED
 
 #: Hydra's plugin of a search, and the words that choose it.
@@ -42,7 +42,7 @@ def run_job(overrides: Sequence[str], folder: Path) -> tuple[int, float]:
     if code:
         return code, float("nan")
     facts = json.loads((folder / RESULT_FILE).read_text())
-    value = METRICS[facts["metric"]].of_run(facts["metrics"])
+    value = Metric.of_facts(facts).of_run(facts["metrics"])
     return 0, float("nan") if value is None else float(value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ class Metric:
         higher_is_better: whether the best value is the largest.
         percent: whether a value, 0 to 1, is written in per cent.
         digits: number of digits after the point when a value is written.
+        is_bounded: whether values are 0 to 1 where higher is better, and else above 0: targets outside are refused.
     """
 
     key: str
@@ -25,6 +27,12 @@ class Metric:
     higher_is_better: bool = True
     percent: bool = False
     digits: int = 2
+    is_bounded: bool = False
+
+    @classmethod
+    def of_facts(cls, facts: Mapping[str, Any]) -> Metric:
+        """The metric that a ``result.json`` describes; earlier versions have written the key only."""
+        return cls(**facts["judged_by"]) if "judged_by" in facts else METRICS[facts["metric"]]
 
     @property
     def train(self) -> str:
@@ -40,6 +48,11 @@ class Metric:
     def test(self) -> str:
         """Name of the value of the final test."""
         return f"test/{self.key}"
+
+    @property
+    def file(self) -> str:
+        """The label as the beginning of a file's name."""
+        return re.sub(r"[^\w.+-]+", "-", self.label.lower()).strip("-")
 
     @property
     def heading(self) -> str:
@@ -70,12 +83,14 @@ class Metric:
         return sorted(values, reverse=not self.higher_is_better)
 
     def is_possible(self, value: float) -> bool:
-        """Whether the metric can take a value: above 0 to 1 where higher is better, else any positive number."""
+        """Whether the metric can take a value, see `is_bounded`."""
+        if not self.is_bounded:
+            return math.isfinite(value)
         return 0 < value <= 1 if self.higher_is_better else 0 < value < math.inf
 
 
-ACCURACY = Metric("acc", "accuracy", percent=True)
-PERPLEXITY = Metric("perplexity", "perplexity", higher_is_better=False)
-AUC = Metric("auc", "AUC", digits=4)
+ACCURACY = Metric("acc", "accuracy", percent=True, is_bounded=True)
+PERPLEXITY = Metric("perplexity", "perplexity", higher_is_better=False, is_bounded=True)
+AUC = Metric("auc", "AUC", digits=4, is_bounded=True)
 
 METRICS = {metric.key: metric for metric in (ACCURACY, PERPLEXITY, AUC)}

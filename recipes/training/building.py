@@ -19,9 +19,9 @@ from torch.nn.parameter import is_lazy
 from lightning_gqsgd.errors import did_you_mean, first_line
 from lightning_gqsgd.sparse.options import tables_of
 from recipes.data.task_data import TaskData
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, typed
 from recipes.measuring import names
-from recipes.measuring.metrics import METRICS
+from recipes.measuring.metrics import Metric
 from recipes.own_folders import make_importable, named_targets
 from recipes.strategies.choices import CONF, TARGET, timeout_for
 from recipes.tasks.optimizers import OptimizerSettings, OwnOptimizer
@@ -94,10 +94,16 @@ def build_task(node: DictConfig, own: frozenset[str], **arguments: Any) -> Task:
     key = f"task._target_={node._target_}"
     made: Task = _checked(build(node, own=own, leave_out=("metric",), **arguments), Task, key)
     metric = getattr(made, "metric", None)
-    if metric not in METRICS.values():
+    if not isinstance(metric, Metric):
         raise RecipeError(
-            f"{key} is judged by {getattr(metric, 'key', metric)!r}, and recipes know {', '.join(METRICS)}; give the "
-            "class one of recipes.measuring.metrics as its attribute metric"
+            f"{key} is judged by {metric!r}; give the class a recipes.measuring.metrics.Metric as its attribute "
+            'metric, e.g. ACCURACY, or one of your own: Metric("rmse", "RMSE", higher_is_better=False)'
+        )
+    named = node.get("metric", metric.key)
+    if named != metric.key:
+        raise RecipeError(
+            f"task.metric={typed(named)}, and {key} is judged by {metric.key}; write metric: {metric.key} into the "
+            "task's file, or give the class the other metric"
         )
     if not any(parameter.requires_grad for parameter in made.parameters()):
         raise RecipeError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ def run_facts(
         "title": config["title"],
         "data": data.data_name,
         "metric": module.metric.key,
+        "judged_by": asdict(module.metric),
         "train_samples": data.train_count,
         "model": config["model"]["name"],
         "parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
@@ -145,7 +147,7 @@ def finish(folder: Path, facts: dict[str, Any], checkpoint: Path | None) -> None
         best = metric.worst_first(validations)[-1]
         lines[f"validation {metric.label}"] = f"{metric.shown(validations[-1])} (best {metric.shown(best)})"
     if run.value.size and facts["steps"] and not facts["diverged"]:
-        plot = folder / f"{metric.label.lower()}.png"
+        plot = folder / f"{metric.file}.png"
         title = f"{facts['title']} on {facts['data']}, {facts['strategy']}"
         save_curves({facts["strategy"]: [run]}, "time", title, plot)
         lines["plot"] = str(plot)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ def made_up_run(
             "samples": 500 * len(accuracies),
         },
         "metric": metric.key,
+        "judged_by": asdict(metric),
         "train_samples": 1000,
         "steps": 10 * len(accuracies),
         "train_time": 10 * step_s * len(accuracies),

@@ -18,8 +18,10 @@ from pictures.labels import place_labels
 from pictures.style import COLOURS
 from recipes.comparison import plots
 from recipes.comparison.page import STEP_WIDTHS
+from recipes.comparison.plan import check_target
 from recipes.comparison.plots import MANY, save_curves, save_family, save_step_times
-from recipes.comparison.results import Run, compare
+from recipes.comparison.results import Run, common_target, compare, headings
+from recipes.measuring.metrics import Metric
 from recipes.strategies.choices import ALL, strategies
 from tests.recipes.made_up_runs import made_up_run
 
@@ -54,6 +56,23 @@ def test_numbers_are_written_in_one_way(variants: dict[str, list[Run]]) -> None:
     (axes,) = plots._draw_together(variants, "time", "title", 0.9, plots.SIZE).axes
     assert {text.get_text()[-2:] for text in axes.get_yticklabels()} == {" %"}  # as the target's
     assert [plots._three_digits(value) for value in (6.77, 15, 99.97, 1234)] == ["6.77", "15.0", "100", "1,234"]
+
+
+@pytest.mark.parametrize("higher_is_better", [True, False])
+def test_a_metric_of_ones_own_may_be_below_zero_and_above_one(tmp_path: Path, higher_is_better: bool) -> None:
+    metric = Metric("gain", "gain/pixel (dB)", higher_is_better, digits=0)
+    values = [-20.0, 3.0, -2.0] if higher_is_better else [20.0, -3.0, -2.0]
+    run = made_up_run(tmp_path, values, metric=metric)
+    assert run.metric == metric
+    assert metric.file == "gain-pixel-dB".lower()
+    target = common_target({"ddp": [run]})
+    assert math.isfinite(run.time_to(target))
+    figure = plots._draw_together({"ddp": [run]}, "time", "title", target, plots.SIZE)
+    low, high = figure.axes[0].get_ylim()
+    assert low <= min(values)
+    assert max(values) <= high
+    assert headings(metric, target)[4] == f"time to {target:,.0f} (s)"
+    check_target(-7.0, metric)
 
 
 def test_step_times_are_drawn(variants: dict[str, list[Run]], tmp_path: Path) -> None:

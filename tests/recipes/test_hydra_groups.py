@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, RichProgressBar
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
 from recipes.configuration import compose_configuration, for_hydra
 from recipes.errors import RecipeError
@@ -83,6 +84,10 @@ class Module(LightningModule):
 
 
 class Judged(ClickPredictor):
+    metric = "f1"
+
+
+class OfOnesOwn(ClickPredictor):
     metric = Metric("f1", "F1")
 
 
@@ -309,6 +314,18 @@ def test_a_choice_of_ones_own_is_known_and_a_misspelt_one_is_not(own: Path) -> N
         composed(with_search_path([*folder, "experiment=own", "model.hiden=3"]))
 
 
+def test_a_task_is_judged_by_any_metric_if_its_file_names_the_same(own: Path) -> None:
+    target = f"{OWN}.OfOnesOwn"
+
+    def judged_by(key: str) -> str:
+        cfg = OmegaConf.create({"_target_": target, "metric": key})
+        return build_task(cfg, frozenset({target}), network=nn.Linear(2, 1), settings=None).metric.key
+
+    assert judged_by("f1") == "f1"
+    with pytest.raises(RecipeError, match=r"task\.metric=auc, and .*OfOnesOwn is judged by f1; write metric: f1 into"):
+        judged_by("auc")
+
+
 @pytest.mark.parametrize(
     ("node", "target", "said"),
     [
@@ -322,7 +339,11 @@ def test_a_choice_of_ones_own_is_known_and_a_misspelt_one_is_not(own: Path) -> N
         ("model", f"{OWN}.Module", r"makes a Module, .*subclass of recipes\.tasks\.task\.Task"),
         ("data", f"{OWN}.Net", r"_target_=own_code_of_a_user\.Net: missing a required argument: 'hidden'"),
         ("task", f"{OWN}.Seen", r"got an unexpected keyword argument 'network'; leave the entry out"),
-        ("task", f"{OWN}.Judged", r"is judged by 'f1', and recipes know acc, perplexity, auc; give the class one of"),
+        (
+            "task",
+            f"{OWN}.Judged",
+            r"is judged by 'f1'; give the class a recipes\.measuring\.metrics\.Metric as",
+        ),
         ("task", f"{OWN}.Untrained", r"no parameter of task\._target_=.*\.Untrained and its model requires a gradient"),
         ("trainer", f"{OWN}.Seen", r"is not a class that inherits from lightning\.pytorch\.Trainer"),
         ("callbacks", f"{OWN}.Module", r"makes a Module, and recipes need a lightning.*Callback"),
