@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import matplotlib
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -27,19 +29,24 @@ from recipes.comparison.results import (
     Line,
     Run,
     cells,
+    compare,
     contenders,
     headings,
     knows_bound,
     seeds_in_words,
     target_text,
 )
+from recipes.comparison.seeds_and_curves import CURVES_FILE, SEEDS_FILE
 from recipes.comparison.slower_links import Elsewhere
 from recipes.measuring.amounts import parameters_in_words
+from recipes.measuring.metrics import LOSS
 
 #: Names of files and strategies, and command lines, are escaped.
 _TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
 
 AXES: tuple[Axis, ...] = ("time", "epoch", "mb_sent")
+#: Axes of the page's curves of the loss.
+LOSS_AXES: tuple[Axis, ...] = ("time", "mb_sent")
 #: Sizes of the curves in inches, on wide screens and on narrow ones: text keeps its size on both.
 SIZES = ((8.6, 4.3), (4.2, 3.9))
 #: Widths of the parts of a step in inches, on wide screens and on narrow ones.
@@ -80,6 +87,16 @@ class Section:
     elsewhere: Elsewhere | None = None
     predicted: Mapping[str, Prediction] = field(default_factory=dict)
 
+    @property
+    def in_loss(self) -> Section | None:
+        """The section with the loss in the place of the metric; None if a run has not logged it in every validation."""
+        runs = [run for runs in self.variants.values() for run in runs]
+        known = all(run.val_loss.size and np.isfinite(run.val_loss).all() for run in runs)
+        if not known or self.lines[0].metric.file == LOSS.file:
+            return None
+        variants = {variant: [run.in_loss for run in runs] for variant, runs in self.variants.items()}
+        return replace(self, variants=variants, lines=compare(variants, math.nan), target=math.nan)
+
 
 @dataclass(frozen=True)
 class Overview:
@@ -103,7 +120,7 @@ def write_page(
         command=command,
         chips=_chips(sections),
         overviews=overviews,
-        sections=_views(sections),
+        sections=_views(sections, file.parent),
         prediction_note=PREDICTION_NOTE,
         notes=notes,
         footnote=BOUND_NOTE if any(knows_bound(section.lines) for section in sections) else "",
@@ -176,29 +193,35 @@ def _facts_in_words(facts: dict[str, object]) -> list[str]:
     ]
 
 
-def _views(sections: Sequence[Section]) -> list[dict[str, Any]]:
+def _views(sections: Sequence[Section], folder: Path) -> list[dict[str, Any]]:
     """What the template shows of each section; differences that several sections have in common are shown once.
 
     Final values are the same on every link, and so are their differences.
     """
     tables = [pair_table(pairs_of(section.variants)) for section in sections]
     return [
-        _view(section, [] if table in tables[:number] else table)
+        _view(section, [] if table in tables[:number] else table, folder)
         for number, (section, table) in enumerate(zip(sections, tables, strict=True))
     ]
 
 
-def _view(section: Section, pairs: list[list[str]]) -> dict[str, Any]:
+def _view(section: Section, pairs: list[list[str]], folder: Path) -> dict[str, Any]:
     """What the template shows of a section."""
     steps = partial(save_step_times, section.variants, "", predicted=section.predicted)
     words = f"Parts of a step: {_in_words(section, 'step (ms)')}"
     heads, rows = _table(section)
     chosen = colours([line.variant for line in section.lines])
+    in_loss = section.in_loss
+    place = os.path.relpath(section.folder, folder)
     return {
         "title": section.title,
         "elsewhere": section.elsewhere,
         "tiles": _tiles(section),
-        "tabs": [_tab(section, axis) for axis in AXES],
+        "tabs": [
+            *(_tab(section, axis) for axis in AXES),
+            *(_tab(in_loss, axis) for axis in LOSS_AXES if in_loss is not None),
+        ],
+        "files": [os.path.normpath(os.path.join(place, name)) for name in ("table.csv", SEEDS_FILE, CURVES_FILE)],
         "step": picture([partial(steps, width=width) for width in STEP_WIDTHS], words),
         "prediction": _prediction(section.predicted) if section.predicted else "",
         "heads": heads,
@@ -244,10 +267,11 @@ def _tab(section: Section, axis: Axis) -> dict[str, Any]:
     target = section.target if axis == "time" else math.nan
     saves = [partial(save_curves, section.variants, axis, "", target=target, size=size) for size in SIZES]
     metric = section.lines[0].metric
-    quality = headings(metric, section.target)[1]
+    quality = metric.heading
     ends = f"{quality} at the end: {_in_words(section, quality)}"
     words = f"{metric.label} against {LABELS[axis]}; {ends}"
-    return {"axis": axis, "label": TABS[axis], "picture": picture(saves, words)}
+    tab = f"{metric.label} {TABS[axis]}" if metric == LOSS else TABS[axis]
+    return {"id": f"{metric.file}-{axis}", "label": tab, "picture": picture(saves, words)}
 
 
 def _table(section: Section) -> tuple[list[str], list[list[str]]]:

@@ -28,6 +28,7 @@ from recipes.comparison.results import (
     write_tables,
 )
 from recipes.comparison.runner import Failure, name_of
+from recipes.comparison.seeds_and_curves import write_curves, write_seeds
 from recipes.comparison.slower_links import elsewhere
 from recipes.errors import RecipeError
 from recipes.loggers.chosen import wandb_settings
@@ -199,11 +200,10 @@ def _write(section: Section) -> list[Path]:
     folder, variants = section.folder, section.variants
     folder.mkdir(parents=True, exist_ok=True)
     files = list(write_tables(section.lines, section.target, section.title, folder))
-    metric = section.lines[0].metric
-    for axis in AXES:
-        files.append(folder / f"{metric.file}_{axis}.png")
-        target = section.target if axis == "time" else float("nan")
-        save_curves(variants, axis, section.title, files[-1], target)
+    files += [write_seeds(variants, section.target, folder), write_curves(variants, folder)]
+    files += _draw_curves(section)
+    if (in_loss := section.in_loss) is not None:
+        files += _draw_curves(in_loss)
     files.append(folder / "step_time.png")
     save_step_times(variants, section.title, files[-1], predicted=section.predicted)
     files += save_headline(variants, section.lines, section.target, section.title, folder / "headline.png")
@@ -212,6 +212,14 @@ def _write(section: Section) -> list[Path]:
         files.append(family)
     else:
         family.unlink(missing_ok=True)  # an earlier comparison of other variants has left it
+    return files
+
+
+def _draw_curves(section: Section) -> list[Path]:
+    """Draw what a section is judged by against every axis; returns the files."""
+    files = [section.folder / f"{section.lines[0].metric.file}_{axis}.png" for axis in AXES]
+    for axis, file in zip(AXES, files, strict=True):
+        save_curves(section.variants, axis, section.title, file, section.target if axis == "time" else float("nan"))
     return files
 
 

@@ -6,8 +6,8 @@ import csv
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightning_gqsgd.research.theory import bits_at
 from recipes.files import METRICS_FILE, RESULT_FILE
 from recipes.measuring import names
 from recipes.measuring.amounts import megabytes_in_words
-from recipes.measuring.metrics import Metric
+from recipes.measuring.metrics import LOSS, Metric
 
 Curve = NDArray[np.float64]
 
@@ -50,6 +50,8 @@ class Run:
         message_bits: bits per coordinate of one rank's messages; NaN for strategies other than gqsgd.
         rel_l2: relative L2 error of the gradients' mean, averaged over the sampled steps; NaN for strategies other than
             gqsgd.
+        val_loss: the loss at the same points; NaN where none was logged.
+        rows: the rows of ``metrics.csv`` in which the run has logged a loss or the metric, without those of the test.
     """
 
     facts: dict[str, Any]
@@ -60,6 +62,8 @@ class Run:
     codec_s: float
     message_bits: float = math.nan
     rel_l2: float = math.nan
+    val_loss: Curve = field(default_factory=lambda: np.empty(0))
+    rows: Sequence[Mapping[str, float]] = ()
 
     @classmethod
     def load(cls, folder: Path) -> Run:
@@ -72,7 +76,11 @@ class Run:
         # The test may have other samples than validations, so a curve has points of one of them only.
         points = [row for row in rows if metric.val in row]
         if not points:
-            points = [{**row, metric.val: row[metric.test]} for row in rows if metric.test in row][-1:]
+            tested = [row for row in rows if metric.test in row][-1:]
+            points = [
+                {**row, metric.val: row[metric.test], names.VAL_LOSS: row.get(names.TEST_LOSS, math.nan)}
+                for row in tested
+            ]
 
         def column(name: str) -> Curve:
             return np.array([row.get(name, math.nan) for row in points], dtype=np.float64)
@@ -87,6 +95,8 @@ class Run:
             codec_s=statistics.median(codec) if codec else math.nan,
             message_bits=next((row[names.MESSAGE_BITS] for row in rows[::-1] if names.MESSAGE_BITS in row), math.nan),
             rel_l2=_mean(_samples([row[names.REL_L2] for row in rows if names.REL_L2 in row])),
+            val_loss=column(names.VAL_LOSS),
+            rows=[row for row in rows if {names.TRAIN_LOSS, names.VAL_LOSS, metric.val} & row.keys()],
         )
 
     @property
@@ -105,6 +115,17 @@ class Run:
         """The metric's best value of all validations; NaN without validations."""
         return self.metric.worst_first(self.value.tolist())[-1] if self.value.size else math.nan
 
+    @property
+    def in_loss(self) -> Run:
+        """This run as if its task were judged by the loss."""
+        facts = {**self.facts, "metric": LOSS.key, "judged_by": asdict(LOSS)}
+        return replace(self, facts=facts, value=self.val_loss)
+
+    def last(self, name: str) -> float:
+        """The value that the run has logged last under a name, the test's included; NaN if there is none."""
+        logged = [row[name] for row in self.rows if name in row]
+        return logged[-1] if logged else float(self.facts["metrics"].get(name, math.nan))
+
     def at_speed_of(self, probe: Run) -> Run:
         """This run with the median step of another run, for a link on which only a few steps were made.
 
@@ -115,7 +136,8 @@ class Run:
         seconds = self.epoch * self.facts["train_samples"] * per_sample
         timed = {key: probe.facts[key] for key in ("step_s", "exposed_s")}
         facts = {**self.facts, **timed, "train_time": self.facts["steps"] * step}
-        return replace(self, facts=facts, time=seconds, codec_s=probe.codec_s)
+        rows = [{**row, names.TRAIN_TIME: row.get(names.SAMPLES, math.nan) * per_sample} for row in self.rows]
+        return replace(self, facts=facts, time=seconds, codec_s=probe.codec_s, rows=rows)
 
     def time_to(self, target: float) -> float:
         """Training seconds at the first validation that is as good as ``target``; infinite if there is none."""
@@ -164,6 +186,9 @@ class Line:
     bits_per_coordinate: float
     message_bits: float
     rel_l2: float
+    train_loss: float = math.nan
+    val_loss: float = math.nan
+    test_loss: float = math.nan
 
     @property
     def bits_above_bound(self) -> float:
@@ -190,6 +215,9 @@ def compare(variants: dict[str, list[Run]], target: float) -> list[Line]:
             bits_per_coordinate=_mean([run.facts["bits_per_coordinate"] or math.nan for run in runs]),
             message_bits=_mean([run.message_bits for run in runs]),
             rel_l2=_mean([run.rel_l2 for run in runs]),
+            train_loss=_mean([run.last(names.TRAIN_LOSS) for run in runs]),
+            val_loss=_mean([run.last(names.VAL_LOSS) for run in runs]),
+            test_loss=_mean([run.last(names.TEST_LOSS) for run in runs]),
         )
         for variant, runs in variants.items()
     ]
@@ -260,13 +288,16 @@ def write_tables(lines: Sequence[Line], target: float, title: str, folder: Path)
     text = f"**{title}**\n\n{table}" + (f"\n{BOUND_NOTE}\n" if knows_bound(lines) else "")
     markdown.write_text(text, encoding="utf-8")
     with open(plain, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=[*Line.__dataclass_fields__, "bits_above_bound", "target"])
+        rows = [plain_numbers(line, target) for line in lines]
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
-        more = [{"bits_above_bound": line.bits_above_bound, "target": target} for line in lines]
-        writer.writerows(
-            {**line.__dict__, "metric": line.metric.key, **extra} for line, extra in zip(lines, more, strict=True)
-        )
+        writer.writerows(rows)
     return markdown, plain
+
+
+def plain_numbers(line: Line, target: float) -> dict[str, Any]:
+    """The line as plain numbers by the name of their column."""
+    return {**line.__dict__, "metric": line.metric.key, "bits_above_bound": line.bits_above_bound, "target": target}
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

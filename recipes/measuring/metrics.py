@@ -93,4 +93,7 @@ ACCURACY = Metric("acc", "accuracy", percent=True, is_bounded=True)
 PERPLEXITY = Metric("perplexity", "perplexity", higher_is_better=False, is_bounded=True)
 AUC = Metric("auc", "AUC", digits=4, is_bounded=True)
 
+#: The loss of a validation, as a metric that curves can show.
+LOSS = Metric("loss", "loss", higher_is_better=False, digits=4)
+
 METRICS = {metric.key: metric for metric in (ACCURACY, PERPLEXITY, AUC)}

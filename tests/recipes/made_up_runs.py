@@ -29,7 +29,7 @@ def made_up_run(
     rel_l2: float = 0.1,
     metric: Metric = ACCURACY,
 ) -> Run:
-    """A run with a validation every 10 steps of ``step_s`` seconds and 1 MB.
+    """A run with a validation every 10 steps of ``step_s`` seconds and 1 MB; validation K has the loss 1 / K.
 
     With a codec, messages of 6 bits per coordinate and samples of 1.5 and 0.5 times ``rel_l2``, logged repeatedly.
     """
@@ -56,14 +56,15 @@ def made_up_run(
         "seed": seed,
     }
     columns = [names.TRAIN_TIME, names.SAMPLES, names.MB_SENT, metric.val, names.ENCODE_S, names.DECODE_S, "step"]
-    columns += [names.MESSAGE_BITS, names.REL_L2]
+    columns += [names.MESSAGE_BITS, names.REL_L2, names.TRAIN_LOSS, names.VAL_LOSS]
     with open(folder / "metrics.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         for number, accuracy in enumerate(accuracies, start=1):
             time = 10 * step_s * number
             totals = {names.TRAIN_TIME: time, names.SAMPLES: 500 * number, names.MB_SENT: 10 * number}
-            writer.writerow({**totals, metric.val: accuracy, "step": 10 * number - 1})
+            losses = {names.TRAIN_LOSS: 2 / number, names.VAL_LOSS: 1 / number}
+            writer.writerow({**totals, **losses, metric.val: accuracy, "step": 10 * number - 1})
             if codec:
                 sampled = {names.MESSAGE_BITS: 6.0, names.REL_L2: rel_l2 * (1.5 if number <= 3 else 0.5)}
                 seconds = {names.ENCODE_S: step_s / 10, names.DECODE_S: step_s / 20}

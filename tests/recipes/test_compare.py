@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,7 @@ from recipes.comparison.results import (
     write_tables,
 )
 from recipes.comparison.runner import LOG
+from recipes.comparison.seeds_and_curves import write_curves, write_seeds
 from recipes.errors import RecipeError
 from recipes.files import METRICS_FILE, RESULT_FILE
 from recipes.measuring import names
@@ -315,16 +317,16 @@ def test_page_is_one_file_that_says_the_most_important_first(variants: dict[str,
     text = (tmp_path / "page.html").read_text()
     assert not re.search(r"(src|href)=.?(?!data:|\")\w*:?//", text)
     assert "<script" not in text
-    assert text.count("<picture>") == 2 * 4
-    assert text.count("data:image/svg+xml;base64,") == 2 * 4 * 4  # light and dark, wide and narrow
+    assert text.count("<picture>") == 2 * 6
+    assert text.count("data:image/svg+xml;base64,") == 2 * 6 * 4  # light and dark, wide and narrow
     alternatives = re.findall(r'<img alt="([^"]*)"', text)
-    assert len(alternatives) == 2 * 4
+    assert len(alternatives) == 2 * 6
     assert all("ddp" in words and "gqsgd" in words for words in alternatives)
     assert "<h1>ddp &amp; others</h1>" in text
     assert "links of 2 &lt;bit&gt;" in text
     assert text.count("<tr>") == 2 * 4 + 3  # seed by seed, once
     assert len(re.findall(r" id=(\S+?)[ >]", text)) == len(set(re.findall(r" id=(\S+?)[ >]", text)))
-    assert len(set(re.findall(r"<picture>.*?</picture>", text))) == 4  # the same runs make the same pictures
+    assert len(set(re.findall(r"<picture>.*?</picture>", text))) == 6  # the same runs make the same pictures
 
 
 def test_a_wide_table_says_that_it_scrolls_and_can_be_reached_with_the_keyboard(
@@ -540,13 +542,57 @@ def test_table_says_what_is_not_known(tmp_path: Path) -> None:
     assert "±" not in cells(line)[2]
 
 
+def test_every_seed_and_every_point_of_the_curves_is_in_a_file(tmp_path: Path) -> None:
+    def runs(step_s: float, *finals: float) -> list[Run]:
+        made = enumerate(finals)
+        return [made_up_run(tmp_path / f"{step_s}{seed}", [0.5, 0.8], step_s, seed, final=end) for seed, end in made]
+
+    variants = {"ddp": runs(0.2, 0.8, 0.7), "gqsgd": runs(0.1, 0.81, 0.72)}
+    with open(write_seeds(variants, 0.8, tmp_path), newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["variant"], row["seed"], row["final"]) for row in rows] == [
+        *(("ddp", "0", "0.8"), ("ddp", "1", "0.7"), ("gqsgd", "0", "0.81"), ("gqsgd", "1", "0.72"))
+    ]
+    last = rows[-1]
+    assert [float(last[name]) for name in ("best", "train_loss", "val_loss", "mb_sent")] == [0.8, 1.0, 0.5, 20.0]
+    assert float(last["step_ratio"]) == 0.5
+    assert float(last["time_to_target"]) == 2.0
+    with open(write_curves(variants, tmp_path), newline="") as file:
+        points = list(csv.DictReader(file))
+    assert len(points) == 8
+    assert points[-1] == {
+        **{"variant": "gqsgd", "seed": "1", "step": "20", "epoch": "1.0", "seconds": "2.0", "mb_sent": "20.0"},
+        **{"train/loss": "1.0", "val/loss": "0.5", "val/acc": "0.8"},
+    }
+    twice = variants["gqsgd"][0].at_speed_of(variants["ddp"][0])
+    with open(write_curves({"gqsgd": [twice]}, tmp_path), newline="") as file:
+        assert [row["seconds"] for row in csv.DictReader(file)] == ["2.0", "4.0"]
+
+
+def test_the_loss_has_curves_of_its_own(variants: dict[str, list[Run]], tmp_path: Path) -> None:
+    lines = compare(variants, 0.9)
+    section = Section("title", tmp_path / "links", variants, lines, 0.9)
+    shown = section.in_loss
+    assert shown is not None
+    assert {line.metric.key for line in shown.lines} == {"loss"}
+    assert shown.lines[0].best == min(1 / (1 + place) for place in range(len(variants["ddp"][0].value)))
+    write_page([section], "title", "command", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<input type=radio") == page.count("<label for=s0-") == 5
+    assert "loss against MB sent" in page
+    assert "accuracy against epochs; accuracy (%) at the end: ddp 9" in page
+    assert all(f"<code>links/{name}</code>" in page for name in ("table.csv", "seeds.csv", "curves.csv"))
+    silent = {"ddp": [replace(run, val_loss=math.nan * run.val_loss) for run in variants["ddp"]]}
+    assert Section("title", tmp_path, silent, compare(silent, 0.9), 0.9).in_loss is None
+
+
 # --- the real thing ---------------------------------------------------------------------------------------------------
 
 #: What a comparison of two strategies writes, in the order in which it says so.
 FILES = [
     "table.md",
-    "table.csv",
-    *(f"accuracy_{axis}.png" for axis in ("time", "epoch", "mb_sent")),
+    *("table.csv", "seeds.csv", "curves.csv"),
+    *(f"{shown}_{axis}.png" for shown in ("accuracy", "loss") for axis in ("time", "epoch", "mb_sent")),
     "step_time.png",
     "comparison.html",
 ]
