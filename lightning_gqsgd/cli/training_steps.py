@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,7 @@ class TimedModel:
         network: the model.
         inputs: the inputs of each step.
         labels: the class of each input.
+        **ddp: further arguments of DistributedDataParallel.
 
     Attributes:
         inputs: the inputs.
@@ -68,11 +70,11 @@ class TimedModel:
         state: the state of the package's hook; None: DDP has another hook, or none.
     """
 
-    def __init__(self, network: nn.Module, inputs: Tensor, labels: Tensor) -> None:
+    def __init__(self, network: nn.Module, inputs: Tensor, labels: Tensor, **ddp: Any) -> None:
         self.inputs = inputs
         self._labels = labels
         self._numel = sum(p.numel() for p in network.parameters())
-        self.model = DistributedDataParallel(network, gradient_as_bucket_view=True)
+        self.model = DistributedDataParallel(network, gradient_as_bucket_view=True, **ddp)
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self.state: GQSGDState | None = None
 

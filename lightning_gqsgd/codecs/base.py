@@ -65,7 +65,7 @@ class Codec(ABC):
         words = f"{', '.join(others)} or {last}" if others else last
         if isinstance(cls.widths, range) and others:
             words = f"{others[0]} to {last}"
-        raise ConfigError(f"codec={cls.name!r} has bits={words}, not {bits}; leave bits out, or codec")
+        raise ConfigError(f"codec={cls.name!r} has bits={words}, not bits={bits}; leave bits out, or codec")
 
     def check_blocks(self, block_size: int, *, rotation: bool) -> None:
         """Check that the codec works with a block size, and with rotated blocks if ``rotation`` is true.

@@ -31,17 +31,11 @@ def _rounded(model: nn.Module) -> None:
             parameter.copy_(parameter.bfloat16())
 
 
-def _layout(model: nn.Module) -> None:
-    with torch.no_grad():
-        model[2].weight.data = model[2].weight.t().contiguous().t()  # type: ignore[index]
-
-
 #: What rank 0 alone does to its model, and whether that is logged.
 ON_ONE_RANK: dict[str, tuple[Callable[[nn.Module], None], bool]] = {
     "a state is loaded": (_times_two, True),
     "a layer is changed": (_one_layer, True),
     "weights are rounded": (_rounded, False),
-    "weights have another layout": (_layout, False),
 }
 
 

@@ -94,5 +94,5 @@ def test_memory_sends_everything_in_the_long_run() -> None:
 
 @pytest.mark.parametrize("bits", [1, 5, 8, 16])
 def test_other_bits_are_refused(bits: int) -> None:
-    with pytest.raises(ConfigError, match="take one of 2, 3, 4, or leave bits out"):
+    with pytest.raises(ConfigError, match="has bits=2, 3, 4 or 32, not bits="):
         GQSGDConfig(codec="top_k", bits=bits, memory="ef", reducer="gather")

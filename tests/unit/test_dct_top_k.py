@@ -122,7 +122,7 @@ def test_a_step_with_an_infinity_leaves_memories_as_they_were(memory: Any, bad: 
     ("fields", "words"),
     [
         ({}, "codec='dct_top_k' is biased, so training needs a memory"),
-        ({"memory": "ef", "bits": 2}, "codec='dct_top_k' has bits=32, not 2"),
+        ({"memory": "ef", "bits": 2}, "codec='dct_top_k' has bits=32, not bits=2"),
         ({"memory": "ef", "density": 0.0}, "density=0 keeps nothing"),
         ({"auto": True}, "does not work with a memory, and codec='dct_top_k' needs one"),
         ({"memory": "ef", "rotation": True}, "leaves no large coordinates"),

@@ -143,7 +143,7 @@ def test_names_of_16_and_32_bits() -> None:
         ({"bits": 16, "exclude": ("*.bias",)}, "exclude"),
         ({"bits": 24}, "bits=24"),
         ({"bits": 16, "codec": "linear"}, "bits=16"),
-        ({"bits": 8, "codec": "float"}, "bits=16 or bits=32"),
+        ({"bits": 8, "codec": "float"}, "bits=16 or 32, not bits=8"),
     ],
 )
 def test_what_16_and_32_bits_do_not_go_with_is_refused_in_one_line(fields: dict, words: str) -> None:

@@ -106,12 +106,12 @@ def test_each_codec_works_with_its_own_numbers_of_bits_alone(codec: str, words: 
         if bits in CODECS[codec].widths:
             assert GQSGDConfig(codec=codec, bits=bits, memory=memory).bits == bits
             continue
-        with pytest.raises(ConfigError, match=f"codec='{codec}' has bits={words}, not {bits}; leave bits out, or cod"):
+        with pytest.raises(ConfigError, match=f"codec='{codec}' has bits={words}, not bits={bits}; leave bits out"):
             GQSGDConfig(codec=codec, bits=bits, memory=memory)
 
 
 def test_bits_by_name_are_numbers_that_the_codec_has() -> None:
-    with pytest.raises(ConfigError, match="codec='eden' has bits=1 to 4, not 8"):
+    with pytest.raises(ConfigError, match="codec='eden' has bits=1 to 4, not bits=8"):
         GQSGDConfig(codec="eden", bits={"*": 4, "head.*": 8})
 
 
