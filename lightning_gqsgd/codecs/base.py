@@ -22,7 +22,8 @@ class Codec(ABC):
 
     Attributes:
         name: name of the codec in a configuration.
-        fields: the fields of a configuration that this codec reads and other codecs do not.
+        fields: the fields of a configuration that this codec reads, and most codecs do not. Codecs that do not name a
+            field refuse values other than its default.
         default_bits: default of ``bits`` in a configuration with this codec.
         widths: the numbers of bits that codes can have; other fields can restrict them further.
         default_block_size: default of ``block_size`` in a configuration with this codec.

@@ -14,9 +14,16 @@ def codec_of(config: Fields) -> Codec:
     """Returns the codec that the fields of a configuration describe.
 
     Raises:
-        ConfigError: see `Codec.check_bits` and `Codec.of`.
+        ConfigError: see `Codec.check_bits` and `Codec.of`; or if the codec reads a field that configurations lack.
     """
     kind = CODECS[config.codec]
+    for name in sorted(kind.fields):
+        if not hasattr(config, name):
+            raise ConfigError(
+                f"codec={config.codec!r} reads the field {name!r}, which configurations do not have; add a line "
+                f"'{name}: TYPE = DEFAULT' to Fields and a line '{name}: TYPE' to FieldArguments, both in "
+                "lightning_gqsgd/spec/fields.py"
+            )
     kind.check_bits(config.num_bits)
     return kind.of(config.num_bits, **{name: getattr(config, name) for name in kind.fields})
 

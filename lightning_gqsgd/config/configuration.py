@@ -495,12 +495,13 @@ class GQSGDConfig(Fields):
     def _check_codec(self) -> None:
         """Check what belongs to the codec and to its scales, and that nothing of another codec is set."""
         own = CODECS[self.codec].fields | ({"mantissa"} if self.sparse == "logarithmic" else frozenset())
-        usual = {"levels": None, "mantissa": 0, "density": 0.01}
-        for name, value in usual.items():
-            if name not in own and getattr(self, name) != value:
-                others = [codec for codec, kind in CODECS.items() if name in kind.fields]
+        others = frozenset[str]().union(*(kind.fields for kind in CODECS.values())) - own - {"dither"}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in others and value != field.default:
+                readers = [codec for codec, kind in CODECS.items() if field.name in kind.fields]
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} is for codec={' or '.join(map(repr, others))}, not {self.codec!r}; "
+                    f"{field.name}={value} is for codec={' or '.join(map(repr, readers))}, not {self.codec!r}; "
                     "leave it out"
                 )
         # The other codecs have one dither each, and "adaptive", the default, and "stochastic" both stand for it.

@@ -6,7 +6,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from lightning_gqsgd import codecs, reducers
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.config.choosing import codec_of
 from lightning_gqsgd.ddp.functional import all_reduce
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict import Bucket, Timeline, collectives_between, predict
@@ -33,11 +34,13 @@ def code_of(heading: str) -> str:
     return textwrap.dedent("\n".join(line for line in section.split("\n") if not line or line.startswith("    ")))
 
 
-def add(heading: str) -> None:
+def add(*headings: str) -> ModuleType:
     """Run the page's code: the classes, and the lines that make a configuration know them."""
     module = ModuleType("extending")
     sys.modules[module.__name__] = module  # where dataclasses look for the names in annotations
-    exec(compile(code_of(heading), str(PAGE), "exec"), vars(module))  # noqa: S102
+    for heading in headings:
+        exec(compile(code_of(heading), str(PAGE), "exec"), vars(module))  # noqa: S102
+    return module
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +74,26 @@ def test_the_codec_is_unbiased_and_the_same_on_all_ranks() -> None:
         average(gradients(), codec="ternary", reducer="sum")
     with pytest.raises(ConfigError, match="leave bits out"):
         GQSGDConfig(codec="ternary", bits=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WithBase(GQSGDConfig):
+    """With the page's line in `Fields`."""
+
+    base: float = 2.0
+
+
+def test_a_number_of_the_codec_is_taken_by_it_alone() -> None:
+    codecs.CODECS["based"] = add("A codec", "A codec with a number of its own").BasedCodec
+    assert codec_of(_WithBase(codec="based", base=1.5)).base == 1.5  # type: ignore[attr-defined]
+    assert codec_of(_WithBase(codec="based")).base == 2.0  # type: ignore[attr-defined]
+    assert _WithBase(codec="linear").base == 2.0
+    with pytest.raises(ConfigError, match="base=20 is out of range: 1 to 16"):
+        _WithBase(codec="based", base=20)
+    with pytest.raises(ConfigError, match="base=1.5 is for codec='based', not 'linear'; leave it out"):
+        _WithBase(codec="linear", base=1.5)
+    with pytest.raises(ConfigError, match=r"field 'base', .* add a line 'base: .*' to Fields .*spec/fields\.py"):
+        GQSGDConfig(codec="based")
 
 
 def test_what_is_not_finite_survives_the_codec() -> None:
