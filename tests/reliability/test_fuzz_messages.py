@@ -21,6 +21,7 @@ from lightning_gqsgd.kernels.layout import Layout, Segment, cut, place
 from lightning_gqsgd.kernels.protocol import Coding, Quantiser
 from lightning_gqsgd.kernels.wire import scale_format
 from tests.reliability.knobs import chance, scaled
+from tests.unit.test_kernels import new_codecs
 
 KERNELS = (reference, cpu)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -43,6 +44,7 @@ CODECS: dict[str, dict[str, object]] = {
     **{f"top_k {bits}": {"codec": "top_k", "memory": "ef", "density": 0.05, "bits": bits} for bits in (2, 3, 4)},
     "dct_top_k": {"codec": "dct_top_k", "memory": "ef", "density": 0.05, "block_size": 256},
     "top_k all": {"codec": "top_k", "memory": "ef", "density": 1.0},
+    **{codec.name: {"codec": codec.name, "memory": "ef" if codec.biased_by else "none"} for codec in new_codecs()},
 }  # fmt: skip
 
 

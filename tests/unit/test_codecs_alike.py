@@ -15,16 +15,17 @@ from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.protocol import Coding
 from lightning_gqsgd.research.simulation import average
 from tests.errors import error_text
-from tests.unit.test_kernels import BOTH, DITHERS, DTYPES, layout_of, there_and_back
+from tests.unit.test_kernels import BOTH, DITHERS, DTYPES, layout_of, new_codecs, there_and_back
 
 #: Codecs with the shortest blocks that they are used with here.
 SHORT_BLOCKS = [(CompandedCodec(4), 64), (EdenCodec(2), 128)]
+OTHERS = [*((LinearCodec(4, dither), 64) for dither in DITHERS), *((codec, 64) for codec in new_codecs())]
 
 
 @pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize(("codec", "size"), [*SHORT_BLOCKS, *((LinearCodec(4, dither), 64) for dither in DITHERS)])
+@pytest.mark.parametrize(("codec", "size"), [*SHORT_BLOCKS, *OTHERS])
 def test_non_finite_blocks_stay_so_and_touch_no_other(kernels, dtype: torch.dtype, bad: float, codec, size) -> None:
     x = torch.randn(3 * size + 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[size + 6] = bad
@@ -40,7 +41,12 @@ KERNELS_OF_CODECS = [
     pytest.param(
         codec, kernels, dtype, marks=pytest.mark.slow if (codec, dtype) == (TrellisCodec, torch.float64) else ()
     )
-    for codec, kinds in ((CompandedCodec, BOTH), (EdenCodec, BOTH), (TrellisCodec, [cpu]))
+    for codec, kinds in (
+        (CompandedCodec, BOTH),
+        (EdenCodec, BOTH),
+        (TrellisCodec, [cpu]),
+        *((type(new), BOTH) for new in new_codecs()),
+    )
     for kernels in kinds
     for dtype in DTYPES
 ]
@@ -54,7 +60,7 @@ def test_what_is_finite_stays_finite_at_both_ends_of_a_dtype(codec, kernels, dty
     for size in (torch.finfo(dtype).max, torch.finfo(dtype).tiny, torch.finfo(dtype).tiny * 2.0**-5):
         x = (pattern * size).to(dtype)
         for bits in codec.widths:
-            y, bad = there_and_back(kernels, x, codec(bits).quantiser(256))
+            y, bad = there_and_back(kernels, x, codec.of(bits).quantiser(256))
             assert bad == 0
             assert y.isfinite().all()
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_gqsgd.codecs import Codec, CompandedCodec, ExponentialCodec, LinearCodec, SignCodec, TopKCodec
+from lightning_gqsgd.codecs import CODECS, Codec, CompandedCodec, ExponentialCodec, LinearCodec, SignCodec, TopKCodec
 from lightning_gqsgd.codecs.top_k.sparsifier import Sparsifier
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels import cpu, reference
@@ -22,13 +22,38 @@ BOTH = [reference, cpu]
 DITHERS = ["adaptive", "subtractive", "stochastic"]
 
 
-def other_codecs() -> list[Quantiser]:
-    """One of each kind beside linear with dither."""
+#: Codecs whose kernels have tests of their own, beside linear with dither: their blocks are powers of two, or they have
+#: no kernels.
+ELSEWHERE = {"eden", "trellis", "dct_top_k", "float"}
+
+
+def named_codecs() -> list[Codec]:
+    """One of each kind that is named here, beside linear with dither."""
     codecs: list[Codec] = [SignCodec(), TopKCodec(0.01), TopKCodec(0.3), LinearCodec(3, "nearest")]
     codecs += [ExponentialCodec(bits, mantissa) for bits in (2, 4, 5, 8) for mantissa in (0, 1, 3)]
     codecs += [ExponentialCodec(5, 0, most=8), LinearCodec(4, "stochastic", most=4)]
     codecs.append(CompandedCodec(4))
-    return [codec.quantiser(64) for codec in codecs]
+    return codecs
+
+
+def new_codecs() -> list[Codec]:
+    """Every codec that tests of kernels do not name, at its default bits."""
+    named = {codec.name for codec in named_codecs()} | ELSEWHERE
+    return [kind.of(kind.default_bits) for name, kind in CODECS.items() if name not in named]
+
+
+def other_codecs() -> list[Quantiser]:
+    """One of each kind beside linear with dither."""
+    return [codec.quantiser(64) for codec in (*named_codecs(), *new_codecs())]
+
+
+def test_a_codec_that_no_test_names_is_among_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class New(ExponentialCodec):
+        name = "new"
+
+    monkeypatch.setitem(CODECS, "new", New)
+    assert New(8) in new_codecs()
+    assert New(8).quantiser(64) in other_codecs()
 
 
 def quantiser(bits: int, dither: str, block: int, summed: int = 0) -> Quantiser:
