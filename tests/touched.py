@@ -58,6 +58,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "tests/reliability/test_every_reducer.py": ("lightning_gqsgd/reducers/", "lightning_gqsgd/codecs/"),
     "tests/reliability/": ("lightning_gqsgd/wire/engine", "lightning_gqsgd/ddp/", "lightning_gqsgd/wire/"),
     "tests/docs/": ("docs/", "README.md"),
+    "tests/docs/test_extending.py": ("lightning_gqsgd/kernels/", "lightning_gqsgd/codecs/"),
     "tests/docs/test_site.py": ("conf/", "recipes/"),
     "tests/docs/test_terminal.py": ("lightning_gqsgd/predict/", "lightning_gqsgd/cli/advising"),
     "tests/gpu/": ("lightning_gqsgd/kernels/", "lightning_gqsgd/codecs/"),

@@ -19,6 +19,9 @@ Common arguments:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -49,13 +52,20 @@ class Kind(NamedTuple):
 
     Attributes:
         name: name of the family, also in tables of costs.
-        package: the package with the family's fast kernels; empty: `reference` is used.
+        package: the package with the family's fast kernels. If it is empty, or has no kernels for a device, `reference`
+            is used there.
         is_padded: whether a record has `rotation.padded` codes, instead of one code for each coordinate of the block.
     """
 
     name: str
     package: str = ""
     is_padded: bool = False
+
+    def module(self, name: str) -> ModuleType | None:
+        """Returns the module ``cpu`` or ``cuda`` of the package; None if the package does not have it."""
+        if not self.package or find_spec(f"{self.package}.{name}") is None:
+            return None
+        return import_module(f"{self.package}.{name}")
 
 
 class Quantiser(Protocol):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numba
 import pytest
 import torch
 
@@ -23,6 +26,8 @@ from lightning_gqsgd.predict import Bucket, Timeline, collectives_between, predi
 from lightning_gqsgd.predict.costs import ESTIMATES, Gamma, Link
 from lightning_gqsgd.research.simulation.virtual import average
 from tests.distributed.ranks import on_ranks
+from tests.unit import test_kernels
+from tests.unit.test_kernels import check_messages, norms
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 RANKS = 4
@@ -74,6 +79,40 @@ def test_the_codec_is_unbiased_and_the_same_on_all_ranks() -> None:
         average(gradients(), codec="ternary", reducer="sum")
     with pytest.raises(ConfigError, match="leave bits out"):
         GQSGDConfig(codec="ternary", bits=4)
+
+
+@pytest.fixture
+def ternary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The codec of the page with its kernels, as a folder among the others."""
+    folder = tmp_path / "codecs" / "ternary"
+    folder.mkdir(parents=True)
+    for name, code in (("__init__", ""), ("codec", code_of("A codec")), ("cpu", code_of("Fast kernels of a codec"))):
+        (folder / f"{name}.py").write_text(code)
+    monkeypatch.setattr(codecs, "__path__", [*codecs.__path__, str(folder.parent)])
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))  # kept machine code may be that of an older page
+    package = "lightning_gqsgd.codecs.ternary"
+    yield import_module(f"{package}.codec")
+    for name in ("", ".codec", ".cpu"):
+        sys.modules.pop(package + name, None)
+
+
+#: Each compute dtype is compiled for itself, which takes seconds.
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.float32, torch.bfloat16, torch.float16), pytest.param((torch.float64,), marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_the_fast_kernels_give_the_bits_of_the_quantiser(ternary: ModuleType, dtypes: tuple[torch.dtype, ...]) -> None:
+    q = ternary.TernaryCodec.of(2).quantiser(64)
+    assert q.kind.module("cpu").codec(q)
+    segments = [Segment(100 * number, numel, number == 1) for number, numel in enumerate((300, 37, 1, 128))]
+    for dtype, scales in itertools.product(dtypes, (None, norms)):
+        xs = [test_kernels.gradient(rank, 466, dtype) for rank in range(3)]
+        check_messages(segments, xs, q, scales)
+
+
+def test_a_device_without_fast_kernels_of_the_codec_takes_the_readable_ones(ternary: ModuleType) -> None:
+    assert ternary.TernaryQuantiser.kind.module("cuda") is None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
-from importlib import import_module
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,7 +62,7 @@ def rotate(
 
 def combine(mine: Tensor, theirs: Tensor, how: Coding, key: Key) -> None:
     """Add the codes of two messages in pairs, without bias; see `protocol.Kernels.combine`."""
-    family = _family_of(how.q)
+    family = how.q.kind.module("cpu")
     if family is None:
         reference.combine(mine, theirs, how, key)
         return
@@ -126,11 +124,6 @@ def decode_sum(wire: Tensor, how: Coding, x: Tensor, keys: Sequence[Key], scales
     return not_finite
 
 
-def _family_of(q: Quantiser) -> ModuleType | None:
-    """Returns the module ``cpu`` of a quantiser's family, see `protocol.Kind`; None if it has no kernels for CPUs."""
-    return import_module(f"{q.kind.package}.cpu") if q.kind.package else None
-
-
 class _Coder(NamedTuple):
     """The kernels of a quantiser, with the arguments that are the same in every call.
 
@@ -163,7 +156,7 @@ class _Coder(NamedTuple):
 @lru_cache
 def _coder(q: Quantiser, dtype: torch.dtype, sources: int) -> _Coder | None:
     """Returns the kernels for messages or sums of ``sources`` sources; None if the family has none for CPUs."""
-    family = _family_of(q)
+    family = q.kind.module("cpu")
     if family is None:
         return None
     # With an empty list of messages, encoding uses the same machine code as decoding. Families whose messages are added

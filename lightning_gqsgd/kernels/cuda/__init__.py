@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -33,7 +32,8 @@ from lightning_gqsgd.kernels.wire import NO_ORIGIN, Key, Origin, scale_format
 @cache  # called at each launch
 def _kernels_of(kind: Kind) -> Any:
     """Returns the kernels of a family. If the family has no fast kernels, returns `reference`."""
-    return import_module(f"{kind.package}.cuda").FAMILY if kind.package else reference
+    family = kind.module("cuda")
+    return reference if family is None else family.FAMILY
 
 
 #: Number of coordinates of a block that `block_maxima` and `block_moments` read together. Blocks may be longer.
