@@ -184,7 +184,8 @@ class Costs:
         if gamma is None:
             raise ConfigError(
                 f"the costs ({self.source}) have no time of the codec {work.codec!r}, only of "
-                f"{', '.join(self.gammas)}: run `gqsgd probe --bits` with its bits"
+                f"{', '.join(self.gammas)}: run `gqsgd probe --bits` with its bits, or for codecs that it does not "
+                "measure, add the time that predict.device_times.gamma_of returns to gammas"
             )
         each = {
             "encode": gamma.encode_s,

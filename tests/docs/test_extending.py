@@ -145,12 +145,15 @@ def test_what_is_not_finite_survives_the_codec() -> None:
 
 
 def test_steps_with_the_codec_and_the_reducer_are_predicted() -> None:
-    add("A codec")
-    add("A reducer")
+    page = add("A codec", "A reducer")
     timeline = Timeline((Bucket((Segment(0, 1 << 22, False),), 1.0),), 1.0)
-    gammas = {**ESTIMATES["cpu"].gammas, "ternary/2": Gamma(1e-9, 1e-9, 1e-9)}
     collectives = collectives_between(RANKS, 1, Link(1.25e8), Link(1e9))
-    costs = replace(ESTIMATES["cpu"], collectives=collectives, gammas=gammas)
+    costs = replace(ESTIMATES["cpu"], collectives=collectives)
+    with pytest.raises(ConfigError, match="no time of the codec 'ternary/2', .* that .*gamma_of returns to gammas"):
+        predict(timeline, costs, RANKS, GQSGDConfig(codec="ternary"))
+    measured = page.with_times(costs, GQSGDConfig(codec="ternary")).gammas["ternary/2"]
+    assert measured.encode_s > 0
+    costs = replace(costs, gammas={**costs.gammas, "ternary/2": Gamma(1e-9, 1e-9, 1e-9)})
     native = predict(timeline, costs, RANKS, "native")
     coded = predict(timeline, costs, RANKS, GQSGDConfig(codec="ternary"))
     gathered = predict(timeline, costs, RANKS, GQSGDConfig(reducer="in_order"))
