@@ -149,7 +149,9 @@ STEP = re.compile(
 def step_cells(network: str, hosts: str, link: str) -> list[str]:
     """What a row of step times has to say: milliseconds, and times faster than ddp and than ddp_bf16."""
     cells = []
-    for case in ("ddp", "ddp_bf16", "gqsgd", "gqsgd_4bit"):
+    reducer = "gather" if hosts == "2" else "two_shot"
+    for name in ("ddp", "ddp_bf16", "powersgd of rank 4", "gqsgd", "gqsgd_4bit"):
+        case = f"{name} ({reducer})" if name.startswith("gqsgd") else name
         row = {"case": case, "hosts": hosts, "rate": RATES[link]}
         cells.append(cell(NETWORKS[network], "step (ms)", **row))
         if case.startswith("gqsgd"):
@@ -163,6 +165,13 @@ def test_step_times_are_those_of_the_tables() -> None:
     assert len(rows) == 7
     for row in rows:
         assert row["cells"].split(" | ") == step_cells(row["network"], row["hosts"], row["link"].strip())
+
+
+def test_powersgd_is_fastest_on_the_slowest_links_and_slower_than_ddp_on_fast_ones() -> None:
+    for network in NETWORKS:
+        slow, fast = (step_cells(network, "2", link) for link in ("100 Mbit/s", "no limit"))
+        assert float(slow[2]) < min(float(one.split()[0]) for one in slow[:2] + slow[3:])
+        assert float(fast[2]) > float(fast[0])
 
 
 #: What rows about the quality of trainings begin with.

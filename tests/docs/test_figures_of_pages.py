@@ -366,7 +366,7 @@ def claims_row(row: tuple[str, ...]) -> list[str | None]:
     rate = "100mbit" if "100 Mbit/s" in row[0] else "none"
     words = "{}, {} against `ddp`; {}, {} against `ddp_bf16`".format(
         *(
-            cell("training_netlab_mlp", f"{than} / step", case=case, hosts="2", rate=rate)
+            cell("training_netlab_mlp", f"{than} / step", case=f"{case} (gather)", hosts="2", rate=rate)
             for than in ("ddp", "ddp_bf16")
             for case in ("gqsgd", "gqsgd_4bit")
         )
