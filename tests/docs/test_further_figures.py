@@ -164,9 +164,10 @@ def trained(way: str, column: str = "loss at the end") -> float:
     return float(cell("language_model", column, way=way))
 
 
-def trained_in_fp32(rate: float, seed: int = 0) -> float:
-    """What a training of the language model in fp32 with another learning rate than the table's ends with."""
-    curve = json.loads((RESULTS / "language_model" / f"ddp_{rate}_seed_{seed}.json").read_text())
+def trained_once(way: str, rate: float = 0.0005, seed: int = 0) -> float:
+    """What one training of the language model ends with, with one of its learning rates and seeds."""
+    file = f"{way.replace(' ', '_')}_{rate}_seed_{seed}.json"
+    curve = json.loads((RESULTS / "language_model" / file).read_text())
     return float(curve[-1][2])
 
 
@@ -318,19 +319,19 @@ SENTENCES: Sentences = {
             r"ends at ([\d.]+) .*these ways has the learning rate ([\d.]+) and the.*With DiLoCo at 4 bits, the loss is "
             r"([\d.]+), after a (\d+)th of"
         ): lambda: [
-            *(trained(way) for way in ("ddp_bf16", "8 bit", "4 bit", "3 bit", "2 bit")),
-            trained_in_fp32(0.0005),
+            *(trained_once(way) for way in ("ddp_bf16", "8 bit", "4 bit", "3 bit", "2 bit", "ddp")),
             trained("ddp", "learning rate"),
             trained(DILOCO),
             trained("ddp", "sent (MB)") / trained(DILOCO, "sent (MB)"),
         ],
         (
-            r"with the second one, fp32 ends at ([\d.]+)\..*ends at ([\d.]+) with the first seed, and with 0\.00025 at "
-            r"([\d.]+)\."
+            r"with the second one, fp32 ends at ([\d.]+), and 4 bits end at ([\d.]+)\..*"
+            r"ends at ([\d.]+) with the first seed, and with 0\.00025 at ([\d.]+)\."
         ): lambda: [
-            trained_in_fp32(0.0005, 1),
-            trained_in_fp32(0.001),
-            trained_in_fp32(0.00025),
+            trained_once("ddp", seed=1),
+            trained_once("4 bit", seed=1),
+            trained_once("ddp", 0.001),
+            trained_once("ddp", 0.00025),
         ],
         r"It ends at ([\d.]+), after a (\d+)th of fp32's bytes.*every step, the loss is ([\d.]+)\.": lambda: [
             trained(MULOCO),
