@@ -38,6 +38,11 @@ from lightning_gqsgd.wire.neighbours import VARIABLE
 CLASSES = 10
 COMPUTE = "no communication"
 POWERSGD = "powersgd of rank 4"
+#: The note on its row.
+_OF_POWERSGD = (
+    "PowerSGD sends one bucket after the backward pass, because torch's hook aborts over Gloo with several. Its error "
+    "is another one: it sends what the gradients of matrices have in common with rank 4, and remembers the rest."
+)
 HOOKS: dict[str, dict[str, Any]] = {
     "gqsgd": {"preset": "gqsgd"},
     "gqsgd_4bit": {"preset": "gqsgd_4bit"},
@@ -157,9 +162,8 @@ def measure(options: argparse.Namespace) -> Report:
         notes=(
             "wire = bytes that each host sends in a step / rate of its link. step = median over rounds of the slowest "
             f"host's time, {'all ranks on one card' if card else 'one compute thread each'}. "
-            "Ratios are medians over rounds of times within one round. PowerSGD sends one bucket after the backward "
-            "pass, because torch's hook aborts over Gloo with several. Its error is another one: it sends what the "
-            "gradients of matrices have in common with rank 4, and remembers the rest.",
+            "Ratios are medians over rounds of times within one round.",
+            *([_OF_POWERSGD] if POWERSGD in options.case else []),
         ),
         machine=gpu_machine(card) if card else "",
     )

@@ -82,8 +82,8 @@ class Question:
             ConfigError: options that make no cluster, or that have no effect.
         """
         check_batch(self.batch)
-        if self.codec is not None:
-            _check_codec(self.codec)
+        if self.codec not in (None, MEASURED):
+            _estimate(self.codec)  # refuses it before anything else is read
         self._check_effects()
         probe = None if self.probe is None else Probe.load(self.probe)
         per_node = (probe.per_node if probe else 1) if self.gpus_per_node is None else self.gpus_per_node
@@ -102,7 +102,7 @@ class Question:
             device = probe.device.lower()
             source = f"measured on {probe.device}"
         else:
-            costs = ESTIMATES[codec] if codec in ESTIMATES else of_bandwidth(codec, bandwidth(codec, "--codec"))
+            costs = _estimate(codec)
             if probe is not None:
                 costs = replace(costs, collectives=probe.costs.collectives)
             device = codec
@@ -258,17 +258,22 @@ def _gigabytes(nbytes: float) -> str:
     return f"{nbytes / 1e9:,.0f} GB" if nbytes >= 10e9 else f"{nbytes / 1e9:.2g} GB"
 
 
-def _check_codec(codec: str) -> None:
-    """Raise ConfigError for what is neither the name of a codec nor a bandwidth of memory."""
+def _estimate(codec: str) -> Costs:
+    """Returns the estimated costs of a device, by its name or by the bandwidth of its memory.
+
+    Raises:
+        ConfigError: if it is neither.
+    """
+    if codec in ESTIMATES:
+        return ESTIMATES[codec]
     if codec[:1].isdigit():
-        bandwidth(codec, "--codec")
-    elif codec not in (*ESTIMATES, MEASURED):
-        # No name is suggested: a10 is not nearly an a100.
-        names = ", ".join(map(repr, (*ESTIMATES, MEASURED)))
-        raise ConfigError(
-            f"--codec={codec!r} is not one of {names}; for another GPU, give the rated bandwidth of its memory, e.g. "
-            "600GB/s"
-        )
+        return of_bandwidth(codec, bandwidth(codec, "--codec"))
+    # No name is suggested: a10 is not nearly an a100.
+    names = ", ".join(map(repr, (*ESTIMATES, MEASURED)))
+    raise ConfigError(
+        f"--codec={codec!r} is not one of {names}; for another GPU, give the rated bandwidth of its memory, e.g. "
+        "600GB/s"
+    )
 
 
 def _note_on_tables(tables: Mapping[str, Tensor], numel: int) -> str:

@@ -19,6 +19,7 @@ Common arguments:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -63,9 +64,12 @@ class Kind(NamedTuple):
 
     def module(self, name: str) -> ModuleType | None:
         """Returns the module ``cpu`` or ``cuda`` of the package; None if the package does not have it."""
-        if not self.package or find_spec(f"{self.package}.{name}") is None:
-            return None
-        return import_module(f"{self.package}.{name}")
+        return _module(f"{self.package}.{name}") if self.package else None
+
+
+@cache  # called for each message
+def _module(name: str) -> ModuleType | None:
+    return None if find_spec(name) is None else import_module(name)
 
 
 class Quantiser(Protocol):

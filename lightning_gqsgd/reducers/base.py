@@ -281,6 +281,7 @@ class Reducer(ABC):
 class HasSteps(Protocol):
     """A `Reducer`, or another object with the same `steps`."""
 
+    compresses: ClassVar[bool]
     needs_copy: bool
     sent_bytes: int
     message_bytes: int

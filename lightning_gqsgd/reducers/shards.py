@@ -8,6 +8,7 @@ a form with two levels, for nodes of several ranks.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ class _Shards:
         setting: the setting; its reducer is ignored.
         direction: that of the codes.
     """
+
+    compresses: ClassVar[bool] = True
 
     def __init__(self, table: np.ndarray, setting: Setting, direction: Direction) -> None:
         self.ranks = setting.ranks
@@ -76,6 +79,7 @@ class HierarchicalReduceScatter:
         setting: the setting, with one for the ranks between nodes. The reducers of both are ignored.
     """
 
+    compresses: ClassVar[bool] = True
     needs_copy = False
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:

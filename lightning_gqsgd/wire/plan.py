@@ -72,11 +72,10 @@ def check_parameters(trained: Mapping[str, Tensor]) -> None:
 
 @dataclass
 class _Piece:
-    """A run of coordinates, their reducer, and whether it compresses them, so that they have an error."""
+    """A run of coordinates, and their reducer."""
 
     part: slice
     reducer: HasSteps
-    compresses: bool
 
 
 class _Shared:
@@ -203,7 +202,7 @@ class Plan:
 
         def start(piece: _Piece) -> Steps:
             steps = self._steps(x, piece, rank, keys, store)
-            if samples and piece.compresses:
+            if samples and piece.reducer.compresses:
                 part = x.view(self.parts(ranks), -1)[:, piece.part]
                 steps = sampled(steps, part, self._result(rank), ranks, telemetry)
             return _counted(steps, piece.reducer, counters)
@@ -268,7 +267,7 @@ class Plan:
                 self.nbytes += 3 * table.nbytes
                 part = slice(start, start + sum(blocks.numel for blocks in piece))
                 start = part.stop
-                made.append(_Piece(part, reducer(table, setting), reducer.compresses))
+                made.append(_Piece(part, reducer(table, setting)))
         return made
 
     def _steps(self, x: Tensor, piece: _Piece, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
@@ -324,7 +323,7 @@ class ShardPlan(Plan):
             rows, origin = _rows_from_origin(blocks, numbers)
             shared = _Shared.of(self.collective, setting, rows, share)
             self.nbytes += 3 * 8 * COLUMNS * int(rows[:, :, _BLOCKS].sum())
-            made.append(_Columns(columns, shared.reducer, True, origin, shared))
+            made.append(_Columns(columns, shared.reducer, origin, shared))
         return made
 
     def _steps(self, x: Tensor, piece: _Piece, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -87,7 +87,7 @@ class Section:
     elsewhere: Elsewhere | None = None
     predicted: Mapping[str, Prediction] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def in_loss(self) -> Section | None:
         """The section with the loss in the place of the metric; None if a run has not logged it in every validation."""
         runs = [run for runs in self.variants.values() for run in runs]

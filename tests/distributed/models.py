@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp.functional import all_reduce, close
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from tests.bits import bits_of
+from tests.errors import error_text
 
 
 def mlp(width: int = 128, depth: int = 3) -> nn.Sequential:
@@ -67,6 +69,14 @@ def loss_of(model: Callable[[Tensor], Tensor], rank: int, step: int) -> Tensor:
 def train(model: nn.Module, rank: int, steps: range, lr: float = 0.1) -> list[float]:
     """Plain SGD; returns the losses."""
     return train_with(model, torch.optim.SGD(model.parameters(), lr=lr), rank, steps)
+
+
+def refused_step(model: nn.Module, rank: int, step: int) -> str:
+    """The text of the ConfigError that a step raises before it changes a weight."""
+    before = fingerprint(model)
+    text = error_text(ConfigError, train, model, rank, range(step, step + 1))
+    assert fingerprint(model) == before
+    return text
 
 
 def train_with(model: nn.Module, optimizer: Any, rank: int, steps: range) -> list[float]:

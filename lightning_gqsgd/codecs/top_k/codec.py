@@ -71,7 +71,7 @@ class TopKCodec(BiasedCodec):
             density: the share.
 
         Raises:
-            ConfigError: if the codec cannot have this number of bits, or if ``density`` is 0.
+            ConfigError: if ``density`` is 0.
         """
         if not density:
             raise ConfigError("density=0 keeps nothing; take e.g. density=0.01")
