@@ -66,7 +66,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 100) -> None:
 
 def short_training(rank: int, lighthouse: str) -> dict[str, Any]:
     """Makes three steps of rounds of an hour, once it has met the other member."""
-    model, optimizer = member(rank, lighthouse, every="1h", delay=1)
+    model, optimizer = member(rank, lighthouse, every="1h", delay=1, min_replicas=2)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(3):
         train_step(model, optimizer, generator, 0.02)
