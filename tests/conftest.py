@@ -27,7 +27,7 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 # Ray would report to its makers, and wait for them where they cannot be reached.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# Ray's processes have the nice value 15: beside other tests, they would get a twentieth of a core, and start for minutes.
+# Ray's processes have the nice value 15: beside other tests they would get a twentieth of a core, and take minutes.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 # No test of wall-clock time: on a busy machine any example may take long.

@@ -318,7 +318,12 @@ class GQSGDState:
 
     def _stamp(self) -> Stamp:
         """Returns the stamp of this step, without measurements and weights."""
-        return Stamp(self._configs[0].seed, self._steps.number, self._digest)
+        return Stamp(self._configs[0].seed, self._steps.number, self._digest_now())
+
+    def _digest_now(self) -> int:
+        """Returns the digest of the facts, and of the places of the model's parameters if they have changed."""
+        order = self._attachment.trained.order
+        return digest_of(f"{self._digest} {order}") if order else self._digest
 
     def _choose_bits(self, steering: Steering) -> Stamp:
         """Choose the configuration of the step that begins. Returns its stamp, with what this rank has measured."""
@@ -328,7 +333,7 @@ class GQSGDState:
         # On a GPU, the time of a step that waits is known later than the step's length.
         exposed_s = None if self._device.type == "cuda" else engine.telemetry.exposed_s
         is_countable = plain is not None and plain.is_countable
-        stamp = steering.begin_step(self.step, exposed_s, digest=self._digest, is_countable=is_countable)
+        stamp = steering.begin_step(self.step, exposed_s, digest=self._digest_now(), is_countable=is_countable)
         if steering.config is not self.config:
             # A rank that has decided otherwise than others is found before any message of another size is sent.
             self._steps.compares_first = True

@@ -40,7 +40,7 @@ from lightning_gqsgd.ddp.checks import unignored
 from lightning_gqsgd.errors import ConfigError, counted, listed
 from lightning_gqsgd.session.copies import on_gradients, remove_all
 from lightning_gqsgd.session.ddp_models import DDPModels
-from lightning_gqsgd.session.parameters import Parameter, order_of, parameters_of
+from lightning_gqsgd.session.parameters import Parameter, new_order, order_of, parameters_of
 from lightning_gqsgd.wire.agreement import Weights
 
 logger = logging.getLogger(__name__)
@@ -101,15 +101,18 @@ class TrainedParameters:
     Attributes:
         reduced: the parameters that DDP reduces, by name, in the order of the module.
         parameters: their entries, in the same order.
+        order: the parameters that DDP knows, in the order of the module now (see `new_order`). A rank on which layers
+            have changed places would train another model with the same averages.
     """
 
     def __init__(self, model: DistributedDataParallel, entries: Mapping[int, Parameter]) -> None:
         self._model = weakref.ref(model)
         self._ignored = set(model.parameters_to_ignore)
-        parameters = unignored(model.module, self._ignored)
-        self.reduced: dict[str, nn.Parameter] = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._known = unignored(model.module, self._ignored)
+        self.reduced: dict[str, nn.Parameter] = {name: p for name, p in self._known.items() if p.requires_grad}
         self._names = list(self.reduced)
-        self._unreduced: dict[str, nn.Parameter] = {name: p for name, p in parameters.items() if not p.requires_grad}
+        self._unreduced: dict[str, nn.Parameter] = {name: p for name, p in self._known.items() if not p.requires_grad}
+        self.order: tuple[int, ...] = ()
         self.parameters = [entries[id(p)] for p in self.reduced.values()]
         self._new: dict[str, nn.Parameter] = {}  # those that the module has now and DDP has never seen
         self._removed: set[str] = set()  # names of those that have left the module
@@ -182,7 +185,7 @@ class TrainedParameters:
 
     def new_in(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Returns the parameters of a module that this object has not seen, by name, without those that DDP ignores."""
-        seen = {id(p) for known in (self.reduced, self._unreduced) for p in known.values()}
+        seen = {id(p) for p in self._known.values()}
         return {name: p for name, p in unignored(module, self._ignored).items() if id(p) not in seen}
 
     def weights(self, step: int) -> Weights | None:
@@ -198,6 +201,7 @@ class TrainedParameters:
 
     def forget(self) -> None:
         """Let go of the parameters, so that whoever keeps the counters does not keep the model."""
+        self._known = {}
         self.reduced = {}
         self._unreduced = {}
         self._new = {}
@@ -210,13 +214,13 @@ class TrainedParameters:
         if model is None or self._tree is None or not self._tree.has_changed():
             return
         now = unignored(model.module, self._ignored)
-        known = {**self._unreduced, **self.reduced}
         self._tree = _Tree(model)
         self._accumulators.ask_all()
-        known_ids = set(map(id, known.values()))
+        self.order = new_order(self._known.values(), now.values())
+        known_ids = set(map(id, self._known.values()))
         self._new = {name: p for name, p in now.items() if id(p) not in known_ids}
         present_ids = set(map(id, now.values()))
-        self._removed = {name for name, p in known.items() if id(p) not in present_ids}
+        self._removed = {name for name, p in self._known.items() if id(p) not in present_ids}
 
     def _unreduced_now(self) -> tuple[list[str], ...]:
         """Returns the names of parameters that require a gradient although DDP does not reduce them: those that

@@ -74,8 +74,8 @@ WORDS = Words(
     "this LocalSteps",
     "make a new LocalSteps",
     "Ranks have made different numbers of optimizer steps, or a state was loaded, or parameters were frozen, or the "
-    "outer optimizer changed, on some ranks only: give every rank the same number of steps, the same state, the same "
-    "frozen parameters and the same outer optimizer",
+    "outer optimizer changed, or layers of the model have changed places, on some ranks only: give every rank the same "
+    "number of steps, the same state, the same frozen parameters, the same outer optimizer and the same model",
 )
 
 
@@ -600,7 +600,7 @@ class LocalAverages(AveragingLoop[Average]):
     ) -> Request:
         # Each rank moves its anchors itself, so anchors stay equal only if the outer optimizers are equal and leave out
         # the same frozen parameters.
-        digest = digest_of(f"{self._digest} {describe_outer(self.outer)} {frozen}")
+        digest = digest_of(f"{self._digest} {describe_outer(self.outer)} {frozen} {self.watched.order}")
         entry, anchor = next(self.fragments[fragment].entries())
         weights = Weights.of(entry.name, anchor, self.averages)
         return Request(

@@ -105,6 +105,16 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[nn.Parameter]:
     return (parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"])
 
 
+def new_order(known: Iterable[Tensor], present: Iterable[Tensor]) -> tuple[int, ...]:
+    """Returns the numbers that parameters of a model have in ``known``, in the order in which the model has them now.
+
+    Empty if the order is that of ``known``, and none has left. Parameters that are new in the model do not count.
+    """
+    numbers = {id(parameter): number for number, parameter in enumerate(known)}
+    order = tuple(numbers[id(parameter)] for parameter in present if id(parameter) in numbers)
+    return () if order == tuple(range(len(numbers))) else order
+
+
 def order_of(tensor: Tensor) -> tuple[int, ...]:
     """Returns in which order the coordinates of a tensor lie in memory: the strides of its dimensions, of those with
     more than one coordinate. Tensors of equal shapes can be compared. Empty for a tensor without strides."""

@@ -24,6 +24,7 @@ from tests.bits import bits_of
 from tests.distributed.local_models import bits_of_anchors, bits_of_model
 from tests.distributed.models import batch, loss_of
 from tests.distributed.ranks import logged, on_ranks, run
+from tests.errors import error_text
 
 Optimizer = torch.optim.Optimizer
 
@@ -193,6 +194,19 @@ def test_a_change_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     for name, text in second.items():
         assert str(CHANGES[name][1]) in text, name
         assert first[name].startswith(("CollectiveError", "ConfigError")), name
+
+
+@on_ranks(2)
+def test_layers_that_change_places_on_one_rank_are_an_error_on_all(rank: int) -> str:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(2)), nn.Linear(32, 10))
+    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2, min_numel=16)
+    _steps(model, optimizer, rank, range(2))
+    if rank == 1:
+        model[0], model[1] = model[1], model[0]
+    text = error_text(ConfigError, _steps, model, optimizer, rank, range(2, 4))
+    optimizer.close()
+    assert "layers of the model have changed places, on some ranks only" in text
+    return text
 
 
 def _steps(model: nn.Module, optimizer: Optimizer, rank: int, steps: range) -> None:

@@ -206,6 +206,47 @@ def test_a_change_on_one_rank_is_an_error_on_all(tmp_path: Path, name: str) -> N
     assert waited != "no error"
 
 
+def _equal_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)), nn.Linear(32, 10))
+
+
+def _swap(model: nn.Sequential) -> None:
+    model[0], model[1] = model[1], model[0]
+
+
+def _tie(model: nn.Sequential) -> None:
+    model[0].weight = model[1].weight
+
+
+@pytest.mark.parametrize("change", [_swap, _tie])
+@on_ranks(2)
+def test_layers_that_change_places_on_one_rank_are_an_error_on_all(
+    rank: int, change: Callable[[nn.Sequential], None]
+) -> str:
+    model, state = wrapped({"find_unused_parameters": True}, {}, _equal_layers())
+    train(model, rank, range(2))
+    if rank == 1:
+        change(model.module)
+    text = error_text(RuntimeError, train, model, rank, range(2, 3))  # torch's, around ours
+    state.close()
+    assert "layers of the model have changed places on some ranks only" in text
+    return text
+
+
+@on_ranks(2)
+def test_layers_may_change_places_on_all_ranks_and_one_rank_may_put_a_module_around_its_layer(rank: int) -> str:
+    model, state = wrapped({}, {}, _equal_layers())
+    train(model, rank, range(2))
+    _swap(model.module)
+    train(model, rank, range(2, 4))
+    if rank == 0:
+        model.module[1] = nn.Sequential(model.module[1], nn.Identity())
+    train(model, rank, range(4, 6))
+    state.close()
+    return fingerprint(model)
+
+
 @on_ranks(2)
 def test_a_model_that_was_changed_between_wrapping_and_registering_is_refused(rank: int) -> list[str]:
     changes: dict[str, Callable[[nn.Sequential], object]] = {
