@@ -293,7 +293,7 @@ def digest_of(text: str) -> int:
 
 #: Why the stamps of hooks may differ, and what to do then.
 STATE_DIFFERS = (
-    "A state was loaded, or changed, on some ranks only: register the hook anew, and load the same state everywhere; "
+    "A state was loaded or changed on some ranks only: register the hook anew, and load the same state on every rank; "
     "or layers of the model have changed places on some ranks only: make the same change on every rank"
 )
 
