@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ from lightning_gqsgd.cli.places import Place, place_of
 from lightning_gqsgd.cli.tables import plain_table
 from lightning_gqsgd.errors import ConfigError, counted, first_line
 from lightning_gqsgd.wire.agreement import ranks_in_words
+from lightning_gqsgd.wire.build import this_build
 from lightning_gqsgd.wire.communicator import GLOO_PATIENCE
 from lightning_gqsgd.wire.node import network
 from lightning_gqsgd.wire.store import EndingStore, wait_for_store
@@ -74,6 +76,7 @@ class Host(NamedTuple):
         namespace: tells hosts of one name apart.
         interface: the interface in use; None until it is known.
         present: all interfaces that are up.
+        software: the build of this package, and the versions of torch and Python.
     """
 
     rank: int
@@ -81,12 +84,14 @@ class Host(NamedTuple):
     namespace: str
     interface: Interface | None
     present: tuple[Interface, ...]
+    software: str
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> Host:
         """Returns the host whose values another rank has sent as JSON."""
-        rank, name, namespace, used, present = values
-        return cls(rank, name, namespace, used and Interface(*used), tuple(Interface(*one) for one in present))
+        rank, name, namespace, used, present, software = values
+        interfaces = tuple(Interface(*one) for one in present)
+        return cls(rank, name, namespace, used and Interface(*used), interfaces, software)
 
 
 class Findings(NamedTuple):
@@ -113,7 +118,7 @@ def examine() -> Findings | None:
     wait = timedelta(seconds=_wait_s())
     store = _meet(place, wait)
     before = doctor_interfaces.interfaces()
-    host = Host(place.rank, socket.gethostname(), network(), None, tuple(before))
+    host = Host(place.rank, socket.gethostname(), network(), None, tuple(before), _software())
     hosts = [Host.of(values) for values in _exchange(store, "present", host, place, wait)]
     with _connected(store, place, hosts, wait):
         pairs = _measure_all(place, _measuring(hosts))
@@ -150,13 +155,29 @@ def tables(findings: Findings) -> list[Table]:
 
 def warnings(findings: Findings) -> list[str]:
     """Returns a line for each thing that is wrong."""
+    lines = _software_warnings(findings.hosts)
     by_host = {(host.name, host.namespace): place for place, host in reversed(list(enumerate(findings.hosts)))}
     used = _used_by_host(findings.hosts)
-    return [
-        line
-        for (name, _), place in sorted(by_host.items(), key=lambda entry: entry[1])
-        for line in doctor_interfaces.warnings(name, used[place], findings.hosts[place].present, len(by_host) == 1)
-    ]
+    for (name, _), place in sorted(by_host.items(), key=lambda entry: entry[1]):
+        present = findings.hosts[place].present
+        lines += doctor_interfaces.warnings(name, used[place], present, len(by_host) == 1)
+    return lines
+
+
+def _software_warnings(hosts: Sequence[Host]) -> list[str]:
+    """Returns a line if ranks run different software: a training refuses ranks with different builds of this package."""
+    having: dict[str, list[int]] = {}
+    for host in hosts:
+        having.setdefault(host.software, []).append(host.rank)
+    if len(having) == 1:
+        return []
+    shown = "; ".join(f"{ranks_in_words(ranks)}: {software}" for software, ranks in having.items())
+    return [f"ranks run different software ({shown}): install the same versions on all hosts"]
+
+
+def _software() -> str:
+    """Returns the build of this package, and the versions of torch and Python."""
+    return f"lightning_gqsgd {this_build()}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 def _used_by_host(hosts: Sequence[Host]) -> list[Interface | None]:

@@ -181,7 +181,7 @@ def test_rounds_have_every_pair_once_and_no_rank_twice(count: int) -> None:
 
 
 def test_each_host_is_warned_of_once_and_its_ranks_share_what_one_has_measured() -> None:
-    hosts = [Host(rank, "n", f"{rank // 2}", None if rank % 2 else SLOW, (LO, SLOW, FAST)) for rank in range(4)]
+    hosts = [Host(rank, "n", f"{rank // 2}", None if rank % 2 else SLOW, (LO, SLOW, FAST), "1") for rank in range(4)]
     assert [Host.of(json.loads(json.dumps(host))) for host in hosts] == hosts
     findings = Findings(Place("torchrun", 0, 4, "a", 1), hosts, [Pair(0, 2, 1e-4, 1e9)])
     assert len(doctor_nodes.warnings(findings)) == 2
@@ -190,3 +190,13 @@ def test_each_host_is_warned_of_once_and_its_ranks_share_what_one_has_measured()
     assert doctor_nodes.opening(by_address).endswith("they met at [fd77::1]:29501")
     ranks, pairs = doctor_nodes.tables(findings)
     assert (ranks.row_count, pairs.row_count) == (4, 1)
+
+
+def test_ranks_with_other_software_are_named() -> None:
+    software = ["a 1, torch 2", "a 1, torch 2", "a 0, torch 2"]
+    hosts = [Host(rank, f"n{rank}", "", FAST, (LO, FAST), name) for rank, name in enumerate(software)]
+    (line,) = doctor_nodes.warnings(Findings(Place("srun", 0, 3, "a", 1), hosts, []))
+    assert line == (
+        "ranks run different software (ranks 0 and 1: a 1, torch 2; rank 2: a 0, torch 2): "
+        "install the same versions on all hosts"
+    )
