@@ -23,7 +23,8 @@ def start() -> None:
     print_in_any_locale()
     try:
         if not _QUESTIONS & {word.partition("=")[0] for word in sys.argv[1:]}:
-            announce("run.py", "one training", sys.argv[1:])
+            is_sweep = not {"-m", "--multirun"}.isdisjoint(sys.argv[1:])
+            announce("run.py", "one training of each combination" if is_sweep else "one training", sys.argv[1:])
         with missing_packages_in_one_line("run.py"):
             # Here, not above: the first word comes before everything that takes time.
             from recipes.launch.command_line import run

@@ -165,7 +165,7 @@ def warnings(findings: Findings) -> list[str]:
 
 
 def _software_warnings(hosts: Sequence[Host]) -> list[str]:
-    """Returns a line if ranks run different software: a training refuses ranks with different builds of this package."""
+    """Returns a line if ranks run different software. A training refuses different builds of this package."""
     having: dict[str, list[int]] = {}
     for host in hosts:
         having.setdefault(host.software, []).append(host.rank)
