@@ -152,9 +152,12 @@ def in_words(values: Mapping[str, float], sends: str = "gradients") -> str:
     sent = _megabytes(values["bytes_sent"])
     whole = _megabytes(values["fp32_bytes"])
     ratio = values["compression_ratio"]
-    times = f"{ratio:.1f} times less" if ratio >= 1 else f"{1 / ratio:.1f} times more"
+    times = f"{max(ratio, 1 / ratio):.1f}"
+    compared = f" instead of {whole} in fp32, {times} times {'less' if ratio > 1 else 'more'}"
+    if times == "1.0":  # nothing is compressed, or little of what is sent
+        compared = ", about as much as in fp32"
     parts = [
-        f"gqsgd: in {steps}, rank 0 sent {sent} of {sends} instead of {whole} in fp32, {times} "
+        f"gqsgd: in {steps}, rank 0 sent {sent} of {sends}{compared} "
         f"({values['bits_per_coordinate']:.2f} bits per coordinate)"
     ]
     if not math.isnan(values["mean_rel_l2"]):
