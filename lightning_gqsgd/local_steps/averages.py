@@ -45,38 +45,21 @@ from lightning_gqsgd.local_steps.preserved import (
 from lightning_gqsgd.local_steps.rules import Exchanges, PendingMean, RuleRequest
 from lightning_gqsgd.local_steps.schedule import Rounds
 from lightning_gqsgd.local_steps.sharding import own_part, reshard
-from lightning_gqsgd.local_steps.starting import (
-    ROUNDING,
-    IntegerBuffers,
-    OwnBuffers,
-    fitted_to_ranks,
-    own_facts,
-    trained_by,
-)
+from lightning_gqsgd.local_steps.starting import ROUNDING, WORDS, IntegerBuffers, OwnBuffers, start_together
 from lightning_gqsgd.local_steps.watching import WatchedModel
 from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
 from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.reducers.memory import Keeps
 from lightning_gqsgd.session.first_rank import take_from_first_rank
-from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.report import report
 from lightning_gqsgd.wire.agreement import Card, Stamp, Weights, digest_of
-from lightning_gqsgd.wire.communicator import parent_group, patience_of
-from lightning_gqsgd.wire.engine import Request, Words, untraced
+from lightning_gqsgd.wire.communicator import parent_group
+from lightning_gqsgd.wire.engine import Request, untraced
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.pipeline import Job
 from lightning_gqsgd.wire.telemetry import moment
 
 logger = logging.getLogger(__name__)
-
-#: The words of errors about process groups and steps.
-WORDS = Words(
-    "this LocalSteps",
-    "make a new LocalSteps",
-    "Ranks have made different numbers of optimizer steps, or a state was loaded, or parameters were frozen, or the "
-    "outer optimizer changed, or layers of the model have changed places, on some ranks only: give every rank the same "
-    "number of steps, the same state, the same frozen parameters, the same outer optimizer and the same model",
-)
 
 
 @dataclass(eq=False)
@@ -165,29 +148,18 @@ class LocalAverages(AveragingLoop[Average]):
     ) -> None:
         self.group = parent_group(group)
         self.requested = config
-        with meeting or open_meeting(model, self.group, timeout) as start:
-            trained = trained_by(model, optimizers, options, config, self.group)
-            parameters = trained.parameters
-            self.device = trained.device
-            self.config, self._note = fitted_to_ranks(start, trained, config)
-            options.averaging.check(self.config)
-            super().__init__(options, trained.fragments)
-            self._facts = trained.facts
-            self.outer = trained.outer
-            facts = facts_of(self.config, own_facts(options, model, trained))
-            side = Side(self.group, facts, [self.config])
-            with open_engines(start, [side], self.device, timeout=timeout, words=WORDS, dtypes=trained.dtypes) as (
-                self._engine,
-            ):
-                # After the last round of the meeting, no rank can refuse any more, so none leaves others waiting in a
-                # broadcast.
-                reshard(model)
-                take_from_first_rank(map(own_part, (*model.parameters(), *model.buffers())), self.group)
+        trained, self.config, self._note, self._digest, self._engine = start_together(
+            model, optimizers, options, config, self.group, timeout, meeting
+        )
+        super().__init__(options, trained.fragments)
+        parameters = trained.parameters
+        self.device = trained.device
+        self._facts = trained.facts
+        self.outer = trained.outer
         self.rank = self._engine.rank
         self.world_size = self._engine.world_size
         self.telemetry = self._engine.telemetry
         self.sharding = trained.sharding
-        self._digest = digest_of_facts(facts)
         self._sizes = {entry.segment.parameter: entry.segment.numel for entry in parameters if not entry.segment.raw}
         self._dtype = trained.dtypes[0]
         self.compressed_numbers = tuple(self._sizes)
@@ -672,10 +644,3 @@ class LocalAverages(AveragingLoop[Average]):
             if not bool(part.isfinite().all())
         ]
         return listed(names) if names else "in the inner optimizer's state"
-
-
-def open_meeting(model: object, group: dist.ProcessGroup, timeout: timedelta | None) -> Meeting:
-    """Returns the meeting in which ranks agree on local steps. An error within it is raised on all ranks."""
-    parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    device = torch.device("cpu") if parameter is None else parameter.device
-    return Meeting("LocalSteps", [group], patience_of(timeout, group, device))

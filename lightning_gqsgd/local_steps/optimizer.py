@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.local_steps.averages import LocalAverages, open_meeting
+from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.checkpoint import load_state, state_of
 from lightning_gqsgd.local_steps.choosing import make_local
 from lightning_gqsgd.local_steps.distributed_checkpoint import STATE_KEY, is_called_by_it, packed, unpacked
@@ -23,6 +23,7 @@ from lightning_gqsgd.local_steps.divided_state import names_of
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.local_steps.options import Every, LocalArguments
 from lightning_gqsgd.local_steps.outer import OuterOptimizer
+from lightning_gqsgd.local_steps.starting import open_meeting
 from lightning_gqsgd.session.parameters import parameters_of
 from lightning_gqsgd.wire.communicator import parent_group
 from lightning_gqsgd.wire.engine import untraced

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import (
     ConfigError,
     check_integer,
@@ -193,6 +194,19 @@ class LocalOptions:
             )
         if self.averaging != parse_rule("mean"):
             raise ConfigError(f"rule={self.rule}: with {asked}, the rule is the mean weighted by samples; leave it out")
+
+    def check_compression(self, config: GQSGDConfig) -> None:
+        """Raise ConfigError for a compression, with the chosen reducer, that does not work with these options."""
+        self.averaging.check(config)
+        if not self.is_merged:
+            return
+        if config.remembers:
+            raise ConfigError(
+                "a merge by the clock, or with members that come and go, remembers nothing of the errors of earlier "
+                f"ones; give {config.without_memory}, or a number of steps for every, without elastic"
+            )
+        if config.warmup_steps:
+            raise ConfigError(f"warmup_steps={config.warmup_steps}: merges by the clock count no steps; leave it out")
 
     @property
     def averaging(self) -> Rule:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -32,11 +34,31 @@ from lightning_gqsgd.local_steps.sharding import (
     sharding_of,
 )
 from lightning_gqsgd.predict.levels import fitted
+from lightning_gqsgd.session.first_rank import take_from_first_rank
 from lightning_gqsgd.session.nodes import nodes_of_groups
+from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.parameters import Parameter, digest, number_parameters, parameters_of, plain_name
 from lightning_gqsgd.sparse.options import refuse_for
+from lightning_gqsgd.wire.communicator import patience_of
+from lightning_gqsgd.wire.engine import Engine, Words
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import check_parameters
+
+#: The words of errors about process groups and steps.
+WORDS = Words(
+    "this LocalSteps",
+    "make a new LocalSteps",
+    "Ranks have made different numbers of optimizer steps, or a state was loaded, or parameters were frozen, or the "
+    "outer optimizer changed, or layers of the model have changed places, on some ranks only: give every rank the same "
+    "number of steps, the same state, the same frozen parameters, the same outer optimizer and the same model",
+)
+
+#: The same for rounds in which ranks may make different numbers of steps.
+WORDS_OF_MERGES = replace(
+    WORDS,
+    differ="A state was loaded, or the outer optimizer changed, on some ranks only: give every rank the same state and "
+    "the same outer optimizer",
+)
 
 #: Number of rounds of a schedule that ranks compare at the start.
 _COMPARED_ROUNDS = 16
@@ -75,6 +97,65 @@ class Trained(NamedTuple):
     def dtypes(self) -> list[torch.dtype]:
         """The compute dtypes of the parameters, each once, in their order."""
         return list(dict.fromkeys(COMPUTE_DTYPES[entry.tensor.dtype] for entry in self.parameters))
+
+
+class Started(NamedTuple):
+    """Local steps that the ranks of a process group have started together.
+
+    Attributes:
+        trained: the parts of the model that are trained or averaged.
+        config: the compression, with the chosen reducer.
+        note: a note on the reducer.
+        digest: digest of the facts that are equal on all ranks.
+        engine: the engine of the ranks.
+    """
+
+    trained: Trained
+    config: GQSGDConfig
+    note: str
+    digest: int
+    engine: Engine
+
+
+def open_meeting(model: object, group: dist.ProcessGroup, timeout: timedelta | None) -> Meeting:
+    """Returns the meeting in which ranks agree on local steps. An error within it is raised on all ranks."""
+    parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    device = torch.device("cpu") if parameter is None else parameter.device
+    return Meeting("LocalSteps", [group], patience_of(timeout, group, device))
+
+
+def start_together(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    options: LocalOptions,
+    config: GQSGDConfig,
+    group: dist.ProcessGroup,
+    timeout: timedelta | None,
+    meeting: Meeting | None,
+) -> Started:
+    """Start local steps on the ranks of a process group, with the first rank's parameters and buffers. A collective.
+
+    The arguments are those of `averages.LocalAverages`.
+
+    Raises:
+        ConfigError: on every rank, if the model, an optimizer or a value cannot work, or if ranks do not agree.
+        CollectiveError: if not all ranks do this within the timeout.
+    """
+    words = WORDS_OF_MERGES if options.is_merged else WORDS
+    with meeting or open_meeting(model, group, timeout) as start:
+        trained = trained_by(model, optimizers, options, config, group)
+        config, note = fitted_to_ranks(start, trained, config)
+        options.check_compression(config)
+        facts = facts_of(config, own_facts(options, model, trained))
+        side = Side(group, facts, [config])
+        with open_engines(start, [side], trained.device, timeout=timeout, words=words, dtypes=trained.dtypes) as (
+            engine,
+        ):
+            # After the last round of the meeting, no rank can refuse any more, so none leaves others waiting in a
+            # broadcast.
+            reshard(model)
+            take_from_first_rank(map(own_part, (*model.parameters(), *model.buffers())), group)
+    return Started(trained, config, note, digest_of_facts(facts), engine)
 
 
 def trained_by(

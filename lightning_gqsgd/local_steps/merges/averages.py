@@ -37,7 +37,6 @@ from torch.optim import Optimizer
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError, check_integer, counted, plain_integer
-from lightning_gqsgd.local_steps.averages import WORDS, open_meeting
 from lightning_gqsgd.local_steps.checking import in_plain_names
 from lightning_gqsgd.local_steps.fragments import kept, refuse_kept
 from lightning_gqsgd.local_steps.inner_state import InnerState, all_or_nothing
@@ -54,17 +53,17 @@ from lightning_gqsgd.local_steps.starting import (
     ROUNDING,
     IntegerBuffers,
     OwnBuffers,
+    Started,
     Trained,
-    fitted_to_ranks,
     own_facts,
+    start_together,
     trained_by,
 )
 from lightning_gqsgd.local_steps.watching import WatchedModel, digest_of_tensors, samples_of_others
 from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
 from lightning_gqsgd.membership.requirement import check_torchft
 from lightning_gqsgd.session.checkpoint import STATE_SCHEMA, check_state
-from lightning_gqsgd.session.first_rank import take_from_first_rank
-from lightning_gqsgd.session.opening import Side, facts_of, open_engines
+from lightning_gqsgd.session.opening import facts_of
 from lightning_gqsgd.session.report import report
 from lightning_gqsgd.wire.communicator import parent_group
 from lightning_gqsgd.wire.engine import untraced
@@ -74,13 +73,6 @@ if TYPE_CHECKING:
     from lightning_gqsgd.membership.manager import TorchftMembers
 
 logger = logging.getLogger(__name__)
-
-#: Those of `LocalAverages`, except that ranks may make different numbers of steps here.
-_WORDS = replace(
-    WORDS,
-    differ="A state was loaded, or the outer optimizer changed, on some ranks only: give every rank the same state and "
-    "the same outer optimizer",
-)
 
 #: Seconds between two looks whether this process was sent SIGTERM while it waits for a merge.
 _LOOK_S = 0.5
@@ -130,16 +122,23 @@ class MergedAverages:
         self._optimizers = list(optimizers)
         self._rounds = rounds_of(options)
         member = Member(secrets.randbits(62), f"{socket.gethostname()}:{os.getpid()}")
-        self._note = ""
-        self._timeout_s = 0.0
-        members: FixedMembers | TorchftMembers
         parent = None if options.elastic else parent_group(group)
-        if parent is None:
-            trained = self._train(model)
+        started: Started | None = None
+        if parent is not None:
+            started = start_together(model, optimizers, options, config, parent, timeout, meeting)
+        trained = trained_by(model, optimizers, options, config, group=None) if started is None else started.trained
+        self.device = trained.device
+        (self._fragment,) = trained.fragments
+        for bundle in self._fragment.bundles:
+            bundle.take_anchors()  # a start together has replaced the tensors by the first rank's
+        self._integers = IntegerBuffers(model)
+        self._shared = SharedState(self._fragment, trained.outer, options, self._integers.read())
+        self._note = "" if started is None else started.note
+        members: FixedMembers | TorchftMembers
+        if started is None:
             members = self._meet_elastic(model, trained, timeout)
-            self._timeout_s = members.timeout.total_seconds()
         else:
-            members, trained = self._meet_fixed(model, parent, timeout, meeting)
+            members = FixedMembers(started.engine, started.config)
         self._facts = trained.facts
         self.outer = trained.outer
         self._watched = WatchedModel(model, optimizers, trained.parameters, parent)
@@ -148,13 +147,9 @@ class MergedAverages:
         self._buffers = OwnBuffers(model)
         self._contributions = 0
         self._pending: Contribution | None = None
-        self._starts: list[Tensor] = []
-        self._samples_since = 0
-        self._steps_since = 0
-        self._rate_since = 0.0  # the largest learning rate of these steps
+        self._known_version = 0
         self._peak_rate = 0.0
         self._samples_before = 0  # those of the latest handover with steps
-        self._known_version = 0
         self._finished_after: int | None = None
         self._has_started = False
         self._counts_samples = False
@@ -181,37 +176,6 @@ class MergedAverages:
 
     # --- starting ----------------------------------------------------------------------------------------------------
 
-    def _train(self, model: nn.Module) -> Trained:
-        """Prepare the model, and return its trained parts; raises ConfigError if the model or an optimizer cannot
-        work."""
-        trained = trained_by(model, self._optimizers, self.options, self.requested, group=None)
-        self.device = trained.device
-        (self._fragment,) = trained.fragments
-        self._integers = IntegerBuffers(model)
-        self._shared = SharedState(self._fragment, trained.outer, self.options, self._integers.read())
-        return trained
-
-    def _meet_fixed(
-        self, model: nn.Module, group: dist.ProcessGroup, timeout: timedelta | None, meeting: Meeting | None
-    ) -> tuple[FixedMembers, Trained]:
-        """Returns the ranks of a process group, with the first rank's parameters and buffers. A collective."""
-        with meeting or open_meeting(model, group, timeout) as start:
-            trained = self._train(model)
-            config, self._note = fitted_to_ranks(start, trained, self.requested)
-            refuse_memory(config)
-            facts = facts_of(config, own_facts(self.options, model, trained))
-            side = Side(group, facts, [config])
-            with open_engines(start, [side], self.device, timeout=timeout, words=_WORDS, dtypes=trained.dtypes) as (
-                engine,
-            ):
-                # After the last round of the meeting, no rank can refuse any more, so none leaves others waiting in a
-                # broadcast.
-                take_from_first_rank((*model.parameters(), *model.buffers()), group)
-                for bundle in self._fragment.bundles:
-                    bundle.take_anchors()
-                self._shared.integers = self._integers.read()
-        return FixedMembers(engine, config), trained
-
     def _meet_elastic(self, model: nn.Module, trained: Trained, timeout: timedelta | None) -> TorchftMembers:
         """Returns the members that the lighthouse knows."""
         check_torchft("elastic=True")
@@ -224,7 +188,7 @@ class MergedAverages:
                 "leave or join; start each process by itself, with the lighthouse's address"
             )
         refuse_nodes(self.requested)
-        refuse_memory(resolve(self.requested, 2))
+        self.options.check_compression(resolve(self.requested, 2))
         # Members have in common what they average. The rest of the model never travels, so it has to be equal.
         others = samples_of_others(model, {id(entry.whole) for entry in trained.parameters})
         own = {**own_facts(self.options, model, trained), "values of untrained parameters": digest_of_tensors(others)}
@@ -238,6 +202,11 @@ class MergedAverages:
             timeout=timeout,
             patience=timedelta(seconds=self._rounds.patience_s),
         )
+
+    def _count_anew(self) -> None:
+        """Begin to count what the next change will be made of."""
+        self._samples_since = self._steps_since = 0
+        self._rate_since = 0.0  # the largest learning rate of these steps
 
     # --- what is known -----------------------------------------------------------------------------------------------
 
@@ -396,12 +365,12 @@ class MergedAverages:
         Raises:
             ConfigError: without ``elastic``, because the others cannot continue without this rank.
         """
-        if not self.options.elastic:
+        if isinstance(self._members, FixedMembers):
             raise ConfigError(
                 "leave() is for elastic=True: ranks of a process group merge together, and those that stay would fail "
                 "without this one; call finish() on all ranks"
             )
-        leaves_after_s = self._rounds.round_s + self._timeout_s
+        leaves_after_s = self._rounds.round_s + self._members.timeout.total_seconds()
         is_merged = self._pending is None or self._has_merged_within(leaves_after_s)
         # After `finish`, no merge would take a change without a step.
         has_more = self._steps_since or (self.step != self._finished_after and self._has_changed())
@@ -608,9 +577,7 @@ class MergedAverages:
                 self._rate_since,
                 self._peak_rate,
             )
-            self._samples_since = 0
-            self._steps_since = 0
-            self._rate_since = 0.0
+            self._count_anew()
             self._thread.hand_over(self._pending, has_finished=has_finished)
 
     @contextmanager
@@ -699,9 +666,7 @@ class MergedAverages:
             self._integers.write(self._shared.integers)
             self._starts = [bundle.flat_starts() for bundle in self._fragment.bundles]
             self._known_version = self._shared.version
-        self._samples_since = 0
-        self._steps_since = 0
-        self._rate_since = 0.0
+        self._count_anew()
 
     def _say_left_out(self, settled: Merge) -> None:
         self.skipped += 1
@@ -717,14 +682,3 @@ class MergedAverages:
             self._shared.left_out,
             own,
         )
-
-
-def refuse_memory(config: GQSGDConfig) -> None:
-    """Raise ConfigError for a compression that has a memory, or that starts with uncompressed steps."""
-    if config.remembers:
-        raise ConfigError(
-            "a merge by the clock, or with members that come and go, remembers nothing of the errors of earlier ones; "
-            f"give {config.without_memory}, or a number of steps for every, without elastic"
-        )
-    if config.warmup_steps:
-        raise ConfigError(f"warmup_steps={config.warmup_steps}: merges by the clock count no steps; leave it out")
