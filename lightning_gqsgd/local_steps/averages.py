@@ -45,7 +45,7 @@ from lightning_gqsgd.local_steps.preserved import (
 from lightning_gqsgd.local_steps.rules import Exchanges, PendingMean, RuleRequest
 from lightning_gqsgd.local_steps.schedule import Rounds
 from lightning_gqsgd.local_steps.sharding import own_part, reshard
-from lightning_gqsgd.local_steps.starting import ROUNDING, WORDS, IntegerBuffers, OwnBuffers, start_together
+from lightning_gqsgd.local_steps.starting import ROUNDING, WEIGHTS_CHANGED, IntegerBuffers, OwnBuffers, start_together
 from lightning_gqsgd.local_steps.watching import WatchedModel
 from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
 from lightning_gqsgd.reducers import new_store
@@ -265,14 +265,7 @@ class LocalAverages(AveragingLoop[Average]):
         self._buffers.take_back()
         numbers = list(range(len(self.fragments)))
         if any(self._leaves_anchor(numbers, buffers=False, tolerance=ROUNDING)):
-            raise ConfigError(
-                "the model's weights were changed after local steps began and before the first step(), by more than "
-                f"{ROUNDING:g} of their norm, and would travel quantised, as if they had been learnt. If weights were "
-                "loaded since: load weights before LocalSteps is made (Fabric: by fabric.load; Trainer: before fit). "
-                "If sharpness-aware minimisation has moved them (SAM by hand): move them back before step(), in fp32, "
-                "or give LocalSteps an optimizer that makes both passes in its own step(closure). If the inner "
-                "optimizer's own step() was called: call step() of LocalSteps instead"
-            )
+            raise ConfigError(WEIGHTS_CHANGED)
 
     @torch.no_grad()
     def start_anew(self) -> None:
@@ -348,7 +341,7 @@ class LocalAverages(AveragingLoop[Average]):
         if self.is_broken:
             raise RuntimeError(
                 "gqsgd: an exception has ended an average on this rank (its start, the wait for it or its use), and "
-                f"other ranks may have used it; close this LocalSteps, and {WORDS.remedy} on every rank"
+                "other ranks may have used it; close this LocalSteps, and make a new LocalSteps on every rank"
             )
 
     def close(self) -> None:

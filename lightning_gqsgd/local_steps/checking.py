@@ -25,12 +25,13 @@ def in_plain_names(state: Any) -> Any:
     return plain_name(state) if isinstance(state, str) else state
 
 
-def refuse_merged(state: object) -> None:
-    """Raise ConfigError for a state of rounds by the clock, or of members that come and go."""
-    if isinstance(state, Mapping) and "merged" in state:
+def check_kind(state: object, *, is_merged: bool) -> None:
+    """Raise ConfigError for a state of the other kind of local steps than this run's."""
+    kinds = "has a number of steps between averages", "merges by the clock or with members that come and go"
+    if isinstance(state, Mapping) and ("merged" in state) != is_merged:
         raise ConfigError(
-            "the state is that of local steps that merge by the clock or with members that come and go, and this run "
-            "has a number of steps between averages; resume with the options that wrote it"
+            f"the state is that of a run that {kinds[not is_merged]}, and this run {kinds[is_merged]}; resume with the "
+            "options that wrote it"
         )
 
 

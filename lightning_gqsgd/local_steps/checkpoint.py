@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_map_only
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.averages import Average, LocalAverages
 from lightning_gqsgd.local_steps.checking import (
+    check_kind,
     check_local_state,
     check_tensors,
     in_plain_names,
-    refuse_merged,
     rows_of,
 )
 from lightning_gqsgd.local_steps.divided_state import divided, joined
@@ -116,7 +116,7 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
             changed then.
         CollectiveError: if an average under way has failed. Nothing is changed then.
     """
-    refuse_merged(state)
+    check_kind(state, is_merged=False)
     check_state(state, averages.requested, _ENTRIES)
     state = in_plain_names(state)
     if _REPLICA_WEIGHTS in state:
@@ -247,7 +247,7 @@ def load_gathered(averages: LocalAverages, state: Mapping[str, Any], optimizers:
     Raises:
         ConfigError: for the reasons of `load_state`.
     """
-    refuse_merged(state)
+    check_kind(state, is_merged=False)
     if not isinstance(state, Mapping) or not isinstance(state.get("ranks"), list):
         raise ConfigError("this is not a state of local steps of all ranks; load what rank 0 has saved")
     common = {name: value for name, value in state.items() if name != "ranks"}

@@ -45,7 +45,7 @@ from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import check_parameters
 
 #: The words of errors about process groups and steps.
-WORDS = Words(
+_WORDS = Words(
     "this LocalSteps",
     "make a new LocalSteps",
     "Ranks have made different numbers of optimizer steps, or a state was loaded, or parameters were frozen, or the "
@@ -54,8 +54,8 @@ WORDS = Words(
 )
 
 #: The same for rounds in which ranks may make different numbers of steps.
-WORDS_OF_MERGES = replace(
-    WORDS,
+_WORDS_OF_MERGES = replace(
+    _WORDS,
     differ="A state was loaded, or the outer optimizer changed, on some ranks only: give every rank the same state and "
     "the same outer optimizer",
 )
@@ -67,6 +67,16 @@ _COMPARED_ROUNDS = 16
 #: after weights were moved and moved back in fp32. The codec's error is a fraction of the change, so it is even
 #: smaller.
 ROUNDING = 1e-5
+
+#: The error of weights that have changed between the start and the first step.
+WEIGHTS_CHANGED = (
+    "the model's weights were changed after local steps began and before the first step(), by more than "
+    f"{ROUNDING:g} of their norm, and would travel quantised, as if they had been learnt. If weights were loaded "
+    "since: load weights before LocalSteps is made (Fabric: by fabric.load; Trainer: before fit), or load what "
+    "state_dict() has given. If sharpness-aware minimisation has moved them (SAM by hand): move them back before "
+    "step(), in fp32, or give LocalSteps an optimizer that makes both passes in its own step(closure). If the inner "
+    "optimizer's own step() was called: call step() of LocalSteps instead"
+)
 
 
 class Trained(NamedTuple):
@@ -141,7 +151,7 @@ def start_together(
         ConfigError: on every rank, if the model, an optimizer or a value cannot work, or if ranks do not agree.
         CollectiveError: if not all ranks do this within the timeout.
     """
-    words = WORDS_OF_MERGES if options.is_merged else WORDS
+    words = _WORDS_OF_MERGES if options.is_merged else _WORDS
     with meeting or open_meeting(model, group, timeout) as start:
         trained = trained_by(model, optimizers, options, config, group)
         config, note = fitted_to_ranks(start, trained, config)

@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError, check_integer, counted, plain_integer
-from lightning_gqsgd.local_steps.checking import in_plain_names
+from lightning_gqsgd.local_steps.checking import check_kind, in_plain_names
 from lightning_gqsgd.local_steps.fragments import kept, refuse_kept
 from lightning_gqsgd.local_steps.inner_state import InnerState, all_or_nothing
 from lightning_gqsgd.local_steps.merges.contribution import Contribution, learning_rate_of, parameters_in
@@ -51,6 +51,7 @@ from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer
 from lightning_gqsgd.local_steps.starting import (
     ROUNDING,
+    WEIGHTS_CHANGED,
     IntegerBuffers,
     OwnBuffers,
     Started,
@@ -420,10 +421,7 @@ class MergedAverages:
             # If a merge came before this member's first step, the member did not start from the current anchors.
             is_comparable = self._shared.version == self._known_version
             if is_comparable and any(bundle.has_changed(False, ROUNDING) for bundle in self._fragment.bundles):
-                raise ConfigError(
-                    "the model's weights were changed after local steps began and before the first step(); load "
-                    "weights before LocalSteps is made (Trainer: before fit), or load what state_dict() has given"
-                )
+                raise ConfigError(WEIGHTS_CHANGED)
 
     def start_anew(self) -> None:
         """Raise ConfigError: members share their weights from the start."""
@@ -510,11 +508,7 @@ class MergedAverages:
             RuntimeError: in a forked process.
         """
         self._thread.check_process()
-        if isinstance(state, Mapping) and "merged" not in state:
-            raise ConfigError(
-                "the state is that of local steps with a number of steps between averages, and this run merges by the "
-                "clock or with members that come and go; resume with the options that wrote it"
-            )
+        check_kind(state, is_merged=True)
         check_state(state, self.requested, _ENTRIES)
         if self._pending is not None or self._steps_since:
             # Members may be merging it, and this one would go on as if the state had been its start.
