@@ -11,20 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels.layout import PieceSize, Segment
+from lightning_gqsgd.kernels.layout import PieceSize
 from lightning_gqsgd.predict.bunches import pieces_of
 from lightning_gqsgd.predict.clock import Clock, Event, Resource
 from lightning_gqsgd.predict.costs import Costs
 from lightning_gqsgd.predict.profile import Profile, bf16_hook_profile, bucket_profiles, stamp_profile
 from lightning_gqsgd.predict.runners import Network, runner_for
 from lightning_gqsgd.predict.timeline import MOST, Timeline
-from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.wire.communicator import NCCL_PIECE_SIZE
 from lightning_gqsgd.wire.engine import SHARED_GROWTH
 
@@ -140,7 +139,7 @@ def _profiles(timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig 
     config = resolve(GQSGDConfig(reducer="native") if isinstance(method, str) else method, ranks)
     setting = setting_of(config, ranks, timeline.dtype, piece_size_of(costs, config.num_bits))
     is_large = timeline.is_bunched or timeline.numel > MOST * setting.piece_size.most
-    several = pieces_of(timeline, partial(bucket_pieces, setting, by_shape=is_large))
+    several = pieces_of(timeline, partial(bucket_profiles, setting, by_shape=is_large))
     if setting.reducer.compresses:
         several[0] = (stamp_profile(ranks), *several[0])
     return several
@@ -153,12 +152,6 @@ def piece_size_of(costs: Costs, bits: int) -> PieceSize:
         return NCCL_PIECE_SIZE
     size = PieceSize.of_bits(bits)
     return size.times(SHARED_GROWTH) if costs.shares_memory else size
-
-
-@lru_cache(maxsize=1 << 14)
-def bucket_pieces(setting: Setting, segments: tuple[Segment, ...], *, by_shape: bool = False) -> tuple[Profile, ...]:
-    """Returns the profiles of a bucket's pieces, see `profile.bucket_profiles`."""
-    return bucket_profiles(setting, segments, by_shape=by_shape)
 
 
 def _busy(events: Sequence[Event], counts: Callable[[str], bool]) -> float:

@@ -101,7 +101,8 @@ def profile_of(start: Callable[[], Steps], ranks: int, *, is_agreement: bool = F
         return Profile(tuple(stages), tuple(works), is_agreement)
 
 
-def bucket_profiles(setting: Setting, segments: Sequence[Segment], *, by_shape: bool = False) -> tuple[Profile, ...]:
+@lru_cache(maxsize=1 << 14)
+def bucket_profiles(setting: Setting, segments: tuple[Segment, ...], *, by_shape: bool = False) -> tuple[Profile, ...]:
     """Returns the profiles of a bucket's pieces.
 
     Args:

@@ -28,8 +28,8 @@ from lightning_gqsgd.kernels.meta import Work
 from lightning_gqsgd.predict.bunches import bunched, with_counts
 from lightning_gqsgd.predict.clock import Clock, Resource, Then
 from lightning_gqsgd.predict.costs import Costs
-from lightning_gqsgd.predict.model import Prediction, bucket_pieces, piece_size_of, prediction_of
-from lightning_gqsgd.predict.profile import Message, Profile, Stage, plan_profiles
+from lightning_gqsgd.predict.model import Prediction, piece_size_of, prediction_of
+from lightning_gqsgd.predict.profile import Message, Profile, Stage, bucket_profiles, plan_profiles
 from lightning_gqsgd.predict.runners import Network, StreamsRunner, ThreadRunner, runner_for
 from lightning_gqsgd.predict.timeline import MOST, Timeline, bunch_length, weights_of
 from lightning_gqsgd.reducers import Setting
@@ -292,7 +292,7 @@ class _Collectives:
             return _native(Message(f"sum/{self._name}", nbytes, peers, self._replicas))
         config = GQSGDConfig(bits=self._method.bits, reducer="two_shot", sample_every=0)
         setting = self._setting(config, self._replicas)
-        return _of_scope(bucket_pieces(setting, tuple(_segments(share, 1))), peers)
+        return _of_scope(bucket_profiles(setting, tuple(_segments(share, 1))), peers)
 
     def _coded(self, plan: Callable[..., ShardPlan], bits: int, share: Coordinates) -> tuple[Profile, ...]:
         config = GQSGDConfig(bits=bits, reducer="two_shot", sample_every=0)

@@ -178,4 +178,4 @@ def test_the_configuration_says_what_it_is_and_where_it_cannot_be() -> None:
     with pytest.raises(ConfigError, match="is for tensors on the CPU, not on cuda"):
         Lossless.check_device(setting, torch.device("cuda"))
     with pytest.raises(ConfigError, match="length depends on the gradients; predict reducer='native'"):
-        bucket_profiles(setting, [Segment(0, 5000, raw=False)])
+        bucket_profiles(setting, (Segment(0, 5000, raw=False),))

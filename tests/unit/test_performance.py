@@ -180,7 +180,7 @@ def test_events_of_one_resource_never_overlap(name: str, on_streams: bool) -> No
 @pytest.mark.parametrize("name", [name for name in FIELDS if name != "hierarchical"])
 def test_bytes_are_those_of_the_plan(name: str, ranks: int) -> None:
     config = resolve(GQSGDConfig(bits=8, sample_every=0, **FIELDS[name]), ranks)
-    segments = [Segment(0, 1_234_567, False), Segment(1, 100, True), Segment(2, 5000, False)]
+    segments = (Segment(0, 1_234_567, False), Segment(1, 100, True), Segment(2, 5000, False))
     plan = Plan(segments, setting_of(config, ranks, torch.float32))
     assert sum(profile.sent_bytes for profile in bucket_profiles(plan.setting, segments)) == plan.sent_bytes
 
@@ -191,7 +191,7 @@ def test_every_preset_has_a_profile(preset: str) -> None:
         warnings.simplefilter("ignore", StabilityWarning)
         config = resolve(make_config(preset), RANKS)
     plan = Plan([Segment(0, 1 << 20, False)], setting_of(config, RANKS, torch.float32))
-    profiles = bucket_profiles(plan.setting, [Segment(0, 1 << 20, False)])
+    profiles = bucket_profiles(plan.setting, (Segment(0, 1 << 20, False),))
     assert len(profiles) >= 1
     assert sum(profile.sent_bytes for profile in profiles) == plan.sent_bytes
 
@@ -199,7 +199,7 @@ def test_every_preset_has_a_profile(preset: str) -> None:
 def test_messages_of_unknown_length_are_refused() -> None:
     config = resolve(make_config("qsgd_elias"), RANKS)
     with pytest.raises(ConfigError, match="length depends on the gradients"):
-        bucket_profiles(setting_of(config, RANKS, torch.float32), [Segment(0, 5000, False)])
+        bucket_profiles(setting_of(config, RANKS, torch.float32), (Segment(0, 5000, False),))
 
 
 @settings(max_examples=25)
@@ -325,7 +325,7 @@ def test_a_profile_does_not_load_torchs_compiler() -> None:
         "from lightning_gqsgd.predict.profile import bucket_profiles\n"
         "from lightning_gqsgd.config.resolving import resolve, setting_of\n"
         "assert 'torch._dynamo' not in sys.modules\n"
-        "bucket_profiles(setting_of(resolve(GQSGDConfig(), 2), 2, torch.float32), [Segment(0, 1000, raw=False)])\n"
+        "bucket_profiles(setting_of(resolve(GQSGDConfig(), 2), 2, torch.float32), (Segment(0, 1000, raw=False),))\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )
     ended_well("-c", code, timeout=100)

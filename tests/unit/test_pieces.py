@@ -57,7 +57,7 @@ def test_profiles_are_those_of_the_whole_plan(fields: dict[str, Any]) -> None:
         config = resolve(GQSGDConfig(sample_every=0, **fields, **levels), ranks)
         for piece_numel in (1 << 15, 1 << 19, 1 << 24):
             first = draw.randrange(500)
-            segments = [Segment(first + number, draw.choice(NUMELS), draw.random() < 0.3) for number in range(5)]
+            segments = tuple(Segment(first + number, draw.choice(NUMELS), draw.random() < 0.3) for number in range(5))
             size = PieceSize(piece_numel, 2 * piece_numel)
             setting = setting_of(config, ranks, torch.float32, size)
             made = profile.bucket_profiles(setting, segments)
@@ -74,7 +74,7 @@ def test_a_large_bucket_of_plain_ddp_needs_no_table_of_its_blocks(monkeypatch: p
     monkeypatch.setattr(profile, "table_of", noted)
     setting = setting_of(resolve(GQSGDConfig(reducer="native"), 5), 5, torch.float32)
     numels = (1 << 22, 12345)
-    profiles = profile.bucket_profiles(setting, [Segment(n, numel, False) for n, numel in enumerate(numels)])
+    profiles = profile.bucket_profiles(setting, tuple(Segment(n, numel, False) for n, numel in enumerate(numels)))
     assert len(profiles) == 1
     assert profiles[0].sent_bytes == 2 * 4 * sum(numels) * 4 // 5
     assert [len(table) for table in tables] == [2]
