@@ -1,6 +1,6 @@
 """A model of how long a training step takes, and the measurements that it needs.
 
-The model runs the package's own reducers on a virtual clock. Nothing in the core imports this package.
+The model runs the package's own reducers on a virtual clock.
 """
 
 from lightning_gqsgd.predict.clock import Event

@@ -121,18 +121,18 @@ def _seconds(call: Callable[[], object], device: torch.device, patience_s: float
 
     After one call for warm-up, the call runs 3 to 12 times, for about ``patience_s`` seconds.
     """
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            return time.perf_counter()
+        return time.thread_time()
+
     call()
     times: list[float] = []
     began = time.perf_counter()
     while len(times) < 3 or (len(times) < 12 and time.perf_counter() - began < patience_s):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            begun = time.perf_counter()
-            call()
-            torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - begun)
-        else:
-            begun = time.thread_time()
-            call()
-            times.append(time.thread_time() - begun)
+        begun = now()
+        call()
+        times.append(now() - begun)
     return median(times)

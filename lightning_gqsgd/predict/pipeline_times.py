@@ -122,7 +122,7 @@ class _Case:
         """
         numel = _LARGE * PIECE_NUMEL
         buckets = torch.randn(numel, generator=torch.Generator().manual_seed(0)).repeat(_BUCKETS, 1)
-        profiles = bucket_profiles(self._setting, tuple(self._segments(numel)))
+        profiles = bucket_profiles(self._setting, self._segments(numel))
         works = [work for profile in profiles for stage in profile.stages for work in stage.works]
         works += [work for profile in profiles for work in profile.last]
         alone = replace(costs, launch_s=0.0)
@@ -137,7 +137,7 @@ class _Case:
                 break
         return max(1.0, median(spent[1:]) / expected_s)
 
-    def _segments(self, numel: int) -> list[Segment]:
+    def _segments(self, numel: int) -> tuple[Segment, ...]:
         """Returns one parameter for each piece."""
         each = self._setting.piece_size.least
-        return [Segment(number, each, raw=False) for number in range(numel // each)]
+        return tuple(Segment(number, each, raw=False) for number in range(numel // each))
