@@ -21,14 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels.layout import Segment
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.predict.model import Prediction
+from lightning_gqsgd.predict.costs import KINDS, Collective, Costs, Gamma
+from lightning_gqsgd.predict.device_times import codec_of_config
+from lightning_gqsgd.predict.model import Prediction, predict
+from lightning_gqsgd.predict.timeline import Bucket, Timeline
 
 #: Buckets of the model, and coordinates of each; a bucket is one piece.
 BUCKETS = 4
@@ -91,10 +92,6 @@ class _Model:
     """
 
     def __init__(self, candidates: Mapping[int, GQSGDConfig], ranks: int, compute_s: float, backward_s: float) -> None:
-        # Imported here, because only trainings that try several numbers of bits need the model.
-        from lightning_gqsgd.predict.device_times import codec_of_config
-        from lightning_gqsgd.predict.timeline import Bucket, Timeline
-
         self._candidates = {bits: replace(config, sample_every=0) for bits, config in candidates.items()}
         self._ranks = ranks
         self.numel = BUCKETS * BUCKET_NUMEL
@@ -106,9 +103,6 @@ class _Model:
 
     def predicted(self, bits: int, beta_s: float, gamma_s: float) -> Prediction:
         """Returns the prediction of a step, given the costs of a byte and of a coordinate of codes."""
-        from lightning_gqsgd.predict.costs import KINDS, Collective, Costs, Gamma
-        from lightning_gqsgd.predict.model import predict
-
         collectives = {f"all {kind}": Collective(0.0, beta_s) for kind in KINDS}
         gammas = dict.fromkeys(self._codecs, Gamma(gamma_s, gamma_s, gamma_s))
         costs = Costs(collectives, gammas, source="the training's own steps")

@@ -20,6 +20,8 @@ from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict.costs import LATENCY_S, Costs, Link, estimated_costs
+from lightning_gqsgd.predict.model import NATIVE, predict
+from lightning_gqsgd.predict.sharded import ShardedMethod, scatter_seconds
 from lightning_gqsgd.predict.timeline import BUCKET_BYTES, Bucket, Timeline
 from lightning_gqsgd.session.links import VARIABLE
 from lightning_gqsgd.session.nodes import Nodes, with_nodes
@@ -225,9 +227,6 @@ def _costs(nodes: Nodes) -> Costs:
 def _reduce_scatter_s(nodes: Nodes, numel: int, bits: int, way: GQSGDConfig | None) -> float:
     """Returns the seconds of the reduce-scatters of a step's gradients, which come one after the other; if ``way`` is
     None, of torch's own in fp32."""
-    # The model of steps takes some time to import, and most starts have one node.
-    from lightning_gqsgd.predict.sharded import ShardedMethod, scatter_seconds
-
     bucket = min(BUCKET_BYTES // 4, numel)
     has_levels = way is not None and way.reducer == "hierarchical"
     method = ShardedMethod(torch.float32, None if way is None else bits, has_levels=has_levels)
@@ -253,9 +252,6 @@ def _all_reduce_s(nodes: Nodes, numel: int, dtype: torch.dtype, bits: int, way: 
 @lru_cache(maxsize=256)
 def _seconds(method: GQSGDConfig | None, nodes: Nodes, dtype: torch.dtype, numel: int, count: int) -> float:
     """Returns the seconds to reduce some equal buckets, without any computation at the same time."""
-    # The model of steps takes some time to import, and most starts have one node.
-    from lightning_gqsgd.predict.model import NATIVE, predict
-
     buckets = tuple(Bucket((Segment(number, numel, raw=False),), 0.0) for number in range(count))
     timeline = Timeline(buckets, 0.0, dtype=dtype)
     return predict(timeline, _costs(nodes), len(nodes.of_ranks), method or NATIVE).step_s
