@@ -30,6 +30,8 @@ class MergeRounds(ABC):
 
     Attributes:
         step_s: seconds of the second longest of the latest steps; 0 before the first one.
+        latest_step: time.monotonic() at the end of the latest step, or of the wait after it; minus infinity before the
+            first one.
         patience_s: seconds without a successful merge after which members give up.
     """
 
@@ -37,7 +39,7 @@ class MergeRounds(ABC):
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=_STEPS)
-        self._step_began: float | None = None
+        self.latest_step = -math.inf
         self._waits = False
 
     @property
@@ -49,11 +51,6 @@ class MergeRounds(ABC):
         return min(sorted(self._times)[-2:], default=0.0)
 
     @property
-    def latest_step(self) -> float:
-        """time.monotonic() at the end of the latest step; minus infinity before the first one."""
-        return -math.inf if self._step_began is None else self._step_began
-
-    @property
     @abstractmethod
     def round_s(self) -> float:
         """Seconds of a round, as far as this member knows."""
@@ -61,13 +58,13 @@ class MergeRounds(ABC):
     def end_step(self) -> None:
         """Note that a step has ended."""
         now = time.monotonic()
-        if self._step_began is not None:
-            self._times.append(now - self._step_began)
-        self._step_began = now
+        if self.latest_step > -math.inf:
+            self._times.append(now - self.latest_step)
+        self.latest_step = now
 
     def begin_step(self) -> None:
         """Note that the next step begins now, because this member has waited since the last step."""
-        self._step_began = time.monotonic()
+        self.latest_step = time.monotonic()
 
     def wait(self) -> None:
         """Make no handover due until the next round begins.
