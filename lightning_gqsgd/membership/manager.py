@@ -301,7 +301,10 @@ class TorchftMembers(Members):
         try:
             manager.start_quorum()
         except TimeoutError as late:
-            raise MergeFailed(_shortage(self._lighthouse) or f"TimeoutError: {late}") from late
+            reason: str | None = None
+            with suppress(ConfigError):
+                reason = shortage_at(self._lighthouse, _GLANCE.total_seconds())
+            raise MergeFailed(reason or f"TimeoutError: {late}") from late
         finally:
             look.cancel()
         problem = manager.errored()
@@ -394,13 +397,6 @@ def _say_why_it_waits(lighthouse: str) -> None:
         return
     if shortage is not None:
         logger.warning("gqsgd: %s; merges wait for them", shortage)
-
-
-def _shortage(lighthouse: str) -> str | None:
-    """Returns a line if a lighthouse waits for more members than there are; None if it does not, or does not answer."""
-    with suppress(ConfigError):
-        return shortage_at(lighthouse, _GLANCE.total_seconds())
-    return None
 
 
 def _fetch_present(managers: Sequence[str], timeout: timedelta) -> Mapping[str, Any] | None:
