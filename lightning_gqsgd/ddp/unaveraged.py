@@ -228,7 +228,8 @@ class TrainedParameters:
         have another memory format."""
         self._look()
         unfrozen = [name for name, p in self._unreduced.items() if p.requires_grad and name not in self._removed]
-        new = [name for name, p in self._new.items() if p.requires_grad]
+        # A tensor that is computed from parameters is not trained itself: MAML calls the model with such tensors.
+        new = [name for name, p in self._new.items() if p.requires_grad and p.is_leaf]
         moved, reordered = ([n for n in names if n not in self._removed] for names in self._accumulators.lost())
         return unfrozen, new, moved, reordered
 

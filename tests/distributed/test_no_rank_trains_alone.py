@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -565,6 +566,15 @@ def _steps_twice(loop: _Loop, step: int) -> None:
     loop.step()
 
 
+def _adapts(loop: _Loop, step: int) -> None:
+    """A step of MAML: the model is called with weights that were computed from its own."""
+    parameters = dict(loop.model.named_parameters())
+    slopes = torch.autograd.grad(loop.loss(step, loop.model.module), list(parameters.values()), create_graph=True)
+    fast = {name: p - 0.1 * slope for (name, p), slope in zip(parameters.items(), slopes, strict=True)}
+    loop.loss(step + 1, lambda x: functional_call(loop.model, fast, x)).backward()
+    loop.step()
+
+
 def _skips_a_bad_batch(loop: _Loop, step: int) -> None:
     """A forward pass of no_sync counts, wherever its backward pass is, also after one that an exception has ended."""
     with pytest.raises(RuntimeError, match="shapes"):
@@ -590,6 +600,7 @@ RIGHT: dict[str, Callable[[_Loop, int], None]] = {
     "an optimizer with closures": _has_closures,
     "no_sync, and a closure": _accumulates_before_a_closure,
     "two backward passes for one step": _steps_twice,
+    "weights that are computed from the model's": _adapts,
     "an exception in a forward pass, and no_sync": _skips_a_bad_batch,
 }
 

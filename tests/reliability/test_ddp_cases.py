@@ -284,6 +284,12 @@ def parameters_from_elsewhere(ddp: nn.Module, x: Tensor) -> None:
     torch.func.functional_call(ddp, dict(ddp.named_parameters()), (x,)).square().mean().backward()
 
 
+@looped
+def parameters_that_are_computed_from_the_models(ddp: nn.Module, x: Tensor) -> None:
+    computed = {name: p * 0.5 for name, p in ddp.named_parameters()}
+    torch.func.functional_call(ddp, computed, (x,)).square().mean().backward()
+
+
 @case
 def gradients_that_are_zeroed_in_place(rank: int, wrap: Wrap) -> Iterator[nn.Module]:
     ddp = wrap(mlp())
