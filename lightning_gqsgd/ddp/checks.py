@@ -121,7 +121,15 @@ def check_model(model: DistributedDataParallel) -> None:
             'torch._dynamo.config.optimize_ddp="python_reducer" hands hooks single gradients, not buckets; '
             'set it to True or "ddp_optimizer"'
         )
-    check_parameters(trained_by(model))
+    trained = trained_by(model)
+    stepping = [name for name, p in trained.items() if hasattr(p, "_in_backward_optimizers")]
+    if stepping:
+        raise ConfigError(
+            f"parameter {listed(stepping)} has an optimizer that steps in the backward pass, for which DDP needs a "
+            "communication hook of its own, and DDP takes one only; leave _apply_optimizer_in_backward out, and call "
+            "optimizer.step() after backward()"
+        )
+    check_parameters(trained)
     check_unchanged(model)
 
 

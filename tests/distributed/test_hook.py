@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import ConfigError
@@ -370,6 +371,10 @@ def test_models_and_configurations_that_cannot_work(rank: int) -> None:
     sparse = DistributedDataParallel(nn.Sequential(nn.Embedding(10, 4, sparse=True)))
     with pytest.raises(ConfigError, match="sparse=False"):
         register_gqsgd(sparse)
+    stepping = mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, stepping.parameters(), {"lr": 0.1})
+    with pytest.raises(ConfigError, match="an optimizer that steps in the backward pass.* after backward"):
+        register_gqsgd(DistributedDataParallel(stepping))
     with pytest.raises(ConfigError, match="match no parameter; names look like 0.weight"):
         register_gqsgd(DistributedDataParallel(mlp()), exclude=["*.embedding"])
     with pytest.raises(ConfigError, match="did you mean 'bits'"):
