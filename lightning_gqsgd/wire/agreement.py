@@ -425,8 +425,8 @@ def difference_of_weights(weights: np.ndarray, numbers: Sequence[int]) -> str:
     return (
         f"has {compared[0, place]:.6g} on {named([ranks[0]], numbers)} where it has {compared[row, place]:.6g} on "
         f"{named([ranks[row]], numbers)}. They were changed, or trained, on some ranks only, for example by a "
-        "checkpoint that one rank has loaded: give all ranks the same. (Optimizers that try other weights on each "
-        "rank, such as SAM, may ignore this.)"
+        "checkpoint that one rank has loaded, or by LBFGS with a closure that returns each rank's own loss: give all "
+        "ranks the same. (Optimizers that try other weights on each rank, such as SAM, may ignore this.)"
     )
 
 

@@ -522,13 +522,16 @@ def _recomputes(loop: _Loop, step: int) -> None:
 
 
 def _has_closures(loop: _Loop, step: int) -> None:
-    optimizer = torch.optim.LBFGS(loop.model.parameters(), lr=0.01, max_iter=3)
+    """The line search goes by the loss, so that ranks stay equal if they see the same one."""
+    optimizer = torch.optim.LBFGS(loop.model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
         loss = loop.loss(step)
         loss.backward()
-        return loss
+        mean = loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean)
+        return mean
 
     optimizer.step(closure)
     optimizer.zero_grad()

@@ -67,6 +67,7 @@ def test_weights_that_one_rank_has_changed_are_logged_once(tmp_path: Path) -> No
     for name, (_, is_said) in ON_ONE_RANK.items():
         assert first[name].count("ranks have different weights: parameter '") == is_said, (name, first[name])
     assert "parameter '2.weight' has " in first["a layer is changed"]
+    assert "LBFGS" in first["a layer is changed"]
 
 
 @on_ranks(2)
