@@ -22,13 +22,17 @@ import tests.distributed.local_models  # noqa: F401
 from lightning_gqsgd.adaptive.prediction import Measured, predicted_steps
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.version import digest_of_sources
 from lightning_gqsgd.wire.compiling import compile_kernels
 
 # The environment may switch byte code off (see tests/conftest.py). Then each rank would compile its test's module anew.
 sys.dont_write_bytecode = False
 
-for _reducer in ("sum", "two_shot", "gather"):
-    compile_kernels(GQSGDConfig(reducer=_reducer), torch.float32, torch.device("cpu"), 2)
+for _fields in ({"reducer": "sum"}, {"reducer": "two_shot"}, {"reducer": "gather"}, {"bits": 2, "reducer": "two_shot"}):
+    compile_kernels(GQSGDConfig(**_fields), torch.float32, torch.device("cpu"), 2)
+
+# Ranks tell each other which build of the package they run, for which each of them would read all sources.
+digest_of_sources()
 
 # The first operation on torch's device "meta" imports much of torch.
 _candidates = {bits: resolve(config, 2) for bits, config in GQSGDConfig(auto=True).candidates().items()}
