@@ -98,6 +98,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "tests/integrations/test_fabric.py": ("lightning_gqsgd/frameworks/fabric",),
     "tests/integrations/test_accelerate.py": ("lightning_gqsgd/frameworks/accelerate",),
     "tests/statistics/": ("lightning_gqsgd/codecs/", "lightning_gqsgd/reducers/"),
+    "tests/unit/test_benchmark_avx2.py": ("benchmarks/avx2", "benchmarks/reducers"),
     "tests/unit/test_benchmark_elastic_losses.py": ("benchmarks/elastic_losses", "benchmarks/virtual_members"),
     "tests/unit/test_gpu_day.py": ("benchmarks/gpu_day",),
     "tests/unit/test_cli_systems.py": (
@@ -105,7 +106,12 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         "lightning_gqsgd/reducers/",
         "lightning_gqsgd/local_steps/",
     ),
-    "tests/unit/test_cuda_kernels": ("lightning_gqsgd/kernels/",),
+    "tests/unit/test_compiling.py": ("lightning_gqsgd/cli/warming", "lightning_gqsgd/wire/"),
+    "tests/unit/test_cuda_kernels": (
+        "lightning_gqsgd/kernels/",
+        "lightning_gqsgd/wire/compiling",
+        "lightning_gqsgd/wire/plan",
+    ),
     "tests/unit/test_levels.py": ("lightning_gqsgd/predict/",),
     "tests/unit/test_races.py": ("lightning_gqsgd/wire/", "lightning_gqsgd/reducers/", "lightning_gqsgd/kernels/"),
     "tests/unit/test_scatter.py": ("lightning_gqsgd/reducers/", "lightning_gqsgd/wire/plan"),

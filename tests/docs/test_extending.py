@@ -99,7 +99,13 @@ def ternary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleT
 #: Each compute dtype is compiled for itself, which takes seconds.
 @pytest.mark.parametrize(
     "dtypes",
-    [(torch.float32, torch.bfloat16, torch.float16), pytest.param((torch.float64,), marks=pytest.mark.slow)],
+    [
+        (torch.bfloat16,),
+        *(
+            pytest.param(dtypes, marks=pytest.mark.slow)
+            for dtypes in ((torch.float32, torch.float16), (torch.float64,))
+        ),
+    ],
     ids=str,
 )
 def test_the_fast_kernels_give_the_bits_of_the_quantiser(ternary: ModuleType, dtypes: tuple[torch.dtype, ...]) -> None:

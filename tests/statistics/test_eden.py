@@ -152,9 +152,10 @@ def few(length: int, values: list[float]) -> Tensor:
 FEW_VALUES = ([3.0, -1.0], [3.0, 2.0, 1.0], [8.0, 1.0], [5.0, 1.0, 1.0, 1.0, 1.0], [3.0, -1.0, *[0.3] * 14])
 
 
-#: Two lengths that are rotated in other passes: the short one with all bits, and of EDEN the other with two of them.
+#: Two lengths that are rotated in other passes: few bits and many have other errors.
+FEW_USUAL = {(EdenCodec, 1, 7), (EdenCodec, 2, 7), (EdenCodec, 3, 9), (TrellisCodec, 2, 7), (TrellisCodec, 3, 7)}
 FEW_CASES = [
-    pytest.param(codec, bits, 1 << n, marks=[] if n == 7 or (codec, n, bits) == (EdenCodec, 9, 3) else pytest.mark.slow)
+    pytest.param(codec, bits, 1 << n, marks=[] if (codec, bits, n) in FEW_USUAL else pytest.mark.slow)
     for codec, bits, n in itertools.product(CODECS, (1, 2, 3, 4), range(7, 17))
 ]
 

@@ -22,7 +22,7 @@ def beside(length: int, apart: int) -> Tensor:
 
 
 @pytest.mark.parametrize("length", [128, *(pytest.param(n, marks=pytest.mark.slow) for n in (256, 1024))])
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("bits", [2, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (1, 3, 4))])
 def test_there_is_no_bias_beside_a_coordinate_that_dominates_its_block(bits: int, length: int) -> None:
     """Their rotated coordinates are correlated in pairs, each of which may lie side by side in a sequence."""
     repeats = (1 << 23) // length

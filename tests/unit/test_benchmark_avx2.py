@@ -36,6 +36,7 @@ def test_figures_are_those_that_a_benchmark_saves(monkeypatch: pytest.MonkeyPatc
     assert commands[0][4:] == ["benchmarks.reducers", "--rounds", "1", "--save"]
 
 
+@pytest.mark.slow
 def test_workers_of_a_benchmark_start_by_its_name(tmp_path: Path) -> None:
     command = [sys.executable, "-c", avx2._RUN, str(tmp_path), "benchmarks.reducers", "--help"]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])

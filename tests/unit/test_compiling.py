@@ -290,6 +290,7 @@ def test_warmup_fails_with_one_line_if_no_folder_is_writable() -> None:
     assert "NUMBA_CACHE_DIR" in line
 
 
+@pytest.mark.slow
 def test_warmup_fails_with_one_line_if_the_disk_is_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

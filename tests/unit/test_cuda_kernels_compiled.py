@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import re
 import sys
@@ -79,14 +80,12 @@ def _step(plan: type[Plan], setting: Setting, part: list[Segment], before: int, 
 
 
 def _cases() -> list[Any]:
-    """Presets of our own and one with memories both ways; the others as slow tests."""
+    """A preset of each codec of our own and one with memories both ways; the others as slow tests."""
     names = [name for name, preset in FIXED.items() if preset.config.coder == "fixed"]
     cases = [(name, torch.float32 if number % 2 else torch.bfloat16) for number, name in enumerate(names)]
-    usual = [name.startswith("gqsgd") or name == "dore" for name in names]
-    return [
-        case if is_usual else pytest.param(*case, marks=pytest.mark.slow)
-        for case, is_usual in zip(cases, usual, strict=True)
-    ]
+    usual = ("gqsgd", "gqsgd_2bit", "gqsgd_exponential", "gqsgd_trellis", "dore")
+    assert set(usual) < set(names)
+    return [case if case[0] in usual else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.mark.filterwarnings("ignore::lightning_gqsgd.reducers.memory.StabilityWarning")
@@ -96,9 +95,18 @@ def test_no_step_compiles_what_the_warm_up_has_not(name: str, dtype: torch.dtype
     _compare_compilations(resolve(FIXED[name].config, 4), dtype, Plan, monkeypatch)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fields", [{}, {"bits": 4, "warmup_steps": 2}, {"codec": "eden", "bits": 3}])
-@pytest.mark.parametrize("plan", [ScatterPlan, GatherPlan])
+def _of_shards() -> list[Any]:
+    """Every configuration once, and every plan and every dtype at least once; the others as slow tests."""
+    fields = ({}, {"bits": 4, "warmup_steps": 2}, {"codec": "eden", "bits": 3})
+    cases = itertools.product(enumerate((ScatterPlan, GatherPlan)), enumerate(fields), (torch.bfloat16, torch.float32))
+    return [
+        pytest.param(plan, each, dtype, marks=[] if usual else pytest.mark.slow)
+        for (row, plan), (column, each), dtype in cases
+        for usual in [row == column % 2 and (dtype == torch.float32) == (column == 1)]
+    ]
+
+
+@pytest.mark.parametrize(("plan", "fields", "dtype"), _of_shards())
 def test_no_collective_of_shards_compiles_what_the_warm_up_has_not(
     plan: type[Plan], fields: Any, dtype: torch.dtype, monkeypatch: Any
 ) -> None:
@@ -138,6 +146,7 @@ def test_a_program_has_as_many_threads_whatever_the_size_of_a_warp(
         assert ("maxnreg" in found) == has_ptx
 
 
+@pytest.mark.slow
 def test_the_root_without_branches_is_exact_over_all_mantissas() -> None:
     """As `floats.positive_root` computes it, of both parities of the exponent."""
     mantissas = np.arange(1 << 23, dtype=np.int32)
