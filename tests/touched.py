@@ -44,6 +44,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "tests/distributed/test_functional.py": ("lightning_gqsgd/ddp/functional", "lightning_gqsgd/reducers/"),
     "tests/distributed/test_local": ("lightning_gqsgd/local_steps/",),
     "tests/distributed/test_plain.py": ("lightning_gqsgd/adaptive/", "lightning_gqsgd/session/copies"),
+    "tests/distributed/test_presets.py": ("lightning_gqsgd/spec/", "lightning_gqsgd/presets"),
     "tests/distributed/test_random_changes.py": ("lightning_gqsgd/frameworks/",),
     "tests/distributed/test_simulated_gpu.py": (
         "lightning_gqsgd/wire/",
@@ -54,6 +55,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         "lightning_gqsgd/kernels/cuda/",
     ),
     "tests/distributed/test_sparse.py": ("lightning_gqsgd/sparse/", "lightning_gqsgd/session/copies"),
+    "tests/distributed/test_virtual_world.py": ("lightning_gqsgd/membership/", "lightning_gqsgd/local_steps/merges/"),
     "tests/distributed/": ("lightning_gqsgd/wire/engine", "lightning_gqsgd/ddp/", "lightning_gqsgd/wire/"),
     "tests/reliability/test_every_reducer.py": ("lightning_gqsgd/reducers/", "lightning_gqsgd/codecs/"),
     "tests/reliability/": ("lightning_gqsgd/wire/engine", "lightning_gqsgd/ddp/", "lightning_gqsgd/wire/"),
@@ -98,8 +100,11 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "tests/integrations/test_fabric.py": ("lightning_gqsgd/frameworks/fabric",),
     "tests/integrations/test_accelerate.py": ("lightning_gqsgd/frameworks/accelerate",),
     "tests/statistics/": ("lightning_gqsgd/codecs/", "lightning_gqsgd/reducers/"),
+    "tests/unit/test_advice_sentence.py": ("lightning_gqsgd/predict/", "lightning_gqsgd/cli/advising"),
     "tests/unit/test_benchmark_avx2.py": ("benchmarks/avx2", "benchmarks/reducers"),
     "tests/unit/test_benchmark_elastic_losses.py": ("benchmarks/elastic_losses", "benchmarks/virtual_members"),
+    "tests/unit/test_benchmark_fine_tuning.py": ("benchmarks/fine_tuning", "benchmarks/kept"),
+    "tests/unit/test_bunches.py": ("lightning_gqsgd/predict/",),
     "tests/unit/test_gpu_day.py": ("benchmarks/gpu_day",),
     "tests/unit/test_cli_systems.py": (
         "lightning_gqsgd/research/",

@@ -101,6 +101,7 @@ def _one_step(rank: int, start: dict[str, torch.Tensor], step: int, fields: dict
     return fingerprint(fixed)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_each_candidates_step_is_that_of_the_fixed_configuration(rank: int) -> None:
     model, state = wrapped({"bucket_cap_mb": 0.03}, {"auto": True, "seed": 4})

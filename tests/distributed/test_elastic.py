@@ -155,8 +155,8 @@ def test_who_does_not_fit_is_refused_at_the_door_and_nobody_else_notices(
 @pytest.mark.parametrize(
     ("fields", "is_frozen", "words"),
     [
-        ({"outer": "sgd"}, False, "do not agree: outer: "),
-        ({"every": "300ms"}, False, "do not agree: every: "),
+        pytest.param({"outer": "sgd"}, False, "do not agree: outer: ", marks=pytest.mark.slow),
+        pytest.param({"every": "300ms"}, False, "do not agree: every: ", marks=pytest.mark.slow),
         ({}, True, "do not agree: values of untrained parameters: "),
     ],
 )

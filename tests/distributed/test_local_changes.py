@@ -167,9 +167,7 @@ def _table(rank: int, way: str) -> dict[str, str]:
     return {name: _trained(rank, change, WAYS[way]) for name, (change, _) in CHANGES.items()}
 
 
-@pytest.mark.parametrize(
-    "way", [*list(WAYS)[:2], *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[2:])]
-)
+@pytest.mark.parametrize("way", [way if way == "none" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_after_a_change_ranks_have_the_same_bits_or_an_error(way: str, tmp_path: Path) -> None:
     first, second = run(_table, 2, tmp_path, way)
     for name, (_, text) in CHANGES.items():
@@ -290,7 +288,7 @@ def test_an_average_leaves_out_what_was_frozen_when_it_was_started(rank: int) ->
     return bits
 
 
-@pytest.mark.parametrize("every", [2, "50ms"])
+@pytest.mark.parametrize("every", [2, pytest.param("50ms", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_parameters_that_move_and_are_not_averaged_are_named_once(rank: int, every: int | str) -> None:
     """What is said where the first layer stays, is moved by hand, is loaded with a state, and has its own averages."""

@@ -32,7 +32,7 @@ HOOKS: dict[str, dict[str, Any]] = {
     "native": {"reducer": "native"},
 }
 #: The hooks as the tests have them: two always, the others as slow tests.
-SOME_HOOKS = [pytest.param(name, marks=[] if name in ("8 bits", "native") else pytest.mark.slow) for name in HOOKS]
+SOME_HOOKS = [pytest.param(name, marks=[] if name == "8 bits" else pytest.mark.slow) for name in HOOKS]
 
 
 def _by_hand(model: nn.Module, rank: int, step: int, forward: Callable[..., Any] | None = None) -> None:
@@ -57,7 +57,7 @@ def test_a_changed_model_is_an_error_on_all_ranks_and_goes_on_when_wrapped_anew(
     """For each change, the error, and the weights some steps after the model was wrapped anew."""
     results = {}
     for number, (name, (make, change)) in enumerate(CHANGES.items()):
-        # The two hooks that are always tested try each change with different options.
+        # Without compression, each change is tried with the other options.
         options = OPTIONS[(number + (hook == "native")) % 2]
         model, state = wrapped(options, HOOKS[hook], make())
         _by_hand(model, rank, 0)

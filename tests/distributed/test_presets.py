@@ -51,7 +51,7 @@ def _trained(rank: int, names: list[str]) -> dict[str, tuple[str, float]]:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(list(PRESETS)[::4], id="every fourth"),
+        pytest.param(list(PRESETS)[::8], id="every eighth"),
         pytest.param(list(PRESETS), id="all", marks=pytest.mark.slow),
     ],
 )

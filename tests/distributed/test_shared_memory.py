@@ -88,7 +88,7 @@ def _exchanges(rank: int, ranks: int) -> list[Exchange]:
     return exchanges
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4))])
 @on_ranks()
 def test_every_exchange_has_the_bits_that_it_has_over_gloo(rank: int, ranks: int) -> None:
     results = []

@@ -179,7 +179,9 @@ def _of_pairs(pairs: list[Any]) -> dict[str, Any]:
     return {f"{kind}{k}": one for k, pair in enumerate(pairs) for kind, one in zip("mo", pair, strict=True)}
 
 
-@pytest.mark.parametrize("strategy", [{"preset": "signsgd_ef"}, {"local_steps": 2}], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param({"preset": "signsgd_ef"}, marks=pytest.mark.slow), {"local_steps": 2}], ids=str
+)
 @on_ranks(2, initialise=False)
 def test_a_checkpoint_may_be_loaded_before_its_models_are_set_up(
     rank: int, tmp_path: Path, strategy: dict[str, Any]

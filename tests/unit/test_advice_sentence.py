@@ -29,7 +29,7 @@ def _seconds(words: str) -> float:
     return float(number) * {"ms": 1e-3, "s": 1.0}[unit]
 
 
-@pytest.mark.parametrize("codec", ["h100", "cpu"])
+@pytest.mark.parametrize("codec", ["h100", pytest.param("cpu", marks=pytest.mark.slow)])
 def test_no_sentence_contradicts_its_numbers(codec: str) -> None:
     kinds = set()
     for place in GRID:

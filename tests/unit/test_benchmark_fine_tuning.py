@@ -57,6 +57,7 @@ def _options(downloads: Path, minutes: float) -> argparse.Namespace:
     return argparse.Namespace(downloads=str(downloads), folder=str(downloads / "kept"), minutes=minutes)
 
 
+@pytest.mark.slow
 def test_trainings_that_are_over_are_kept(downloads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"STEPS": 3, "SEEDS": 2, "RATES": {"LoRA": (1e-3, 1e-2), "all weights": (1e-4, 1e-3)}}.items():
         monkeypatch.setattr(fine_tuning, name, value)

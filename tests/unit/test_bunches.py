@@ -107,6 +107,7 @@ def test_bunches_take_as_long_as_their_blocks_under_fsdp(
     assert few.codec_s == pytest.approx(all_of_them.codec_s, rel=0.1)  # of which the computation takes a part
 
 
+@pytest.mark.slow
 def test_a_step_of_a_hundred_thousand_buckets_is_a_few_thousand_tasks() -> None:
     line = of_buckets(100_000, 60.0)
     assert len(line.bunches) < 2100

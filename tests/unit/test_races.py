@@ -168,6 +168,7 @@ def test_trainings_over_gloo(simulated: SimulatedCuda, name: str) -> None:
     rank.close(simulated)
 
 
+@pytest.mark.slow
 def test_errors_that_are_sampled_in_many_steps(simulated: SimulatedCuda) -> None:
     no_races(simulated, Rank(GQSGDConfig(reducer="two_shot", sample_every=1)), steps=MOST_TERMS + 6)
 
