@@ -148,9 +148,12 @@ class LocalAverages(AveragingLoop[Average]):
     ) -> None:
         self.group = parent_group(group)
         self.requested = config
-        trained, self.config, self._note, self._digest, self._engine = start_together(
-            model, optimizers, options, config, self.group, timeout, meeting
-        )
+        started = start_together(model, optimizers, options, config, self.group, timeout, meeting)
+        self.config = started.config
+        self._note = started.note
+        self._digest = started.digest
+        self._engine = started.engine
+        trained = started.trained
         super().__init__(options, trained.fragments)
         parameters = trained.parameters
         self.device = trained.device
