@@ -16,6 +16,7 @@ import importlib.abc
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -201,4 +202,6 @@ def _warn(error: Exception) -> None:
     try:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     except RuntimeWarning:  # python -W error
-        print(text, file=sys.stderr)
+        if sys.stderr is not None:  # closed before Python started: `print` would take stdout
+            with suppress(OSError, ValueError):  # closed or full since
+                print(text, file=sys.stderr)

@@ -36,7 +36,10 @@ def say(text: str) -> None:
 
 
 def print_to_stderr(text: str) -> None:
-    """Print a line to stderr. Nothing is raised if stderr is closed, because that should not end a training."""
+    """Print a line to stderr. If stderr is closed, nothing is printed. Nothing is raised, because that should not end a
+    training."""
+    if sys.stderr is None:  # closed before Python started: `print` would take stdout, which may be read by a program
+        return
     with suppress(OSError, ValueError):  # closed at its other end, or at this one
         print(text, file=sys.stderr, flush=True)
 

@@ -2,12 +2,14 @@ import copy
 import json
 import re
 import sys
-from types import SimpleNamespace
+import warnings
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from lightning_gqsgd import _autoload
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.choosing import choose_reducer
 from lightning_gqsgd.config.resolving import resolve
@@ -201,6 +203,24 @@ def test_a_closed_stderr_ends_no_training(error: type[Exception], monkeypatch: p
 
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=closed, flush=lambda: None))
     announcing.print_to_stderr("a line")
+    _fail_to_register(monkeypatch)
+
+
+def test_nothing_goes_to_stdout_where_stderr_was_closed_before_python_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    announcing.print_to_stderr("a line")
+    _fail_to_register(monkeypatch)
+    assert capsys.readouterr().out == ""
+
+
+def _fail_to_register(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `import torch` does beside a Lightning package that has no registry, under ``python -W error``."""
+    monkeypatch.setitem(sys.modules, "lightning.pytorch.strategies", ModuleType("strategies"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _autoload.install()
 
 
 @pytest.mark.slow
