@@ -325,11 +325,10 @@ SENTENCES: Sentences = {
             trained("ddp", "sent (MB)") / trained(DILOCO, "sent (MB)"),
         ],
         (
-            r"with the second one, fp32 ends at ([\d.]+), and 4 bits end at ([\d.]+)\..*"
-            r"ends at ([\d.]+) with the first seed, and with 0\.00025 at ([\d.]+)\."
+            r"with the second one, fp32 ends at ([\d.]+), and 8, 4 and 2 bits end at ([\d.]+), ([\d.]+) and "
+            r"([\d.]+)\..*ends at ([\d.]+) with the first seed, and with 0\.00025 at ([\d.]+)\."
         ): lambda: [
-            trained_once("ddp", seed=1),
-            trained_once("4 bit", seed=1),
+            *(trained_once(way, seed=1) for way in ("ddp", "8 bit", "4 bit", "2 bit")),
             trained_once("ddp", 0.001),
             trained_once("ddp", 0.00025),
         ],
