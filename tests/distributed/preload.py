@@ -10,6 +10,7 @@ import psutil  # noqa: F401
 import pytest  # noqa: F401
 import torch
 import torch._dynamo  # DistributedDataParallel imports it, which takes seconds
+import torch._dynamo.backends.common  # torch.compile imports it, with 400 other modules
 import torch.distributed.fsdp
 from transformers import Trainer  # noqa: F401
 
