@@ -286,6 +286,7 @@ def _shortest_round_trip(lab: NetLab) -> float:
     return float(lab.popen(1, [sys.executable, "-c", _ROUND_TRIPS], stdout=subprocess.PIPE).communicate(timeout=60)[0])
 
 
+@pytest.mark.slow
 @needs_root
 def test_packets_wait_for_the_latency_each_way() -> None:
     with NetLab(2, "none", latency="30ms") as lab:

@@ -145,7 +145,7 @@ def _interrupted_after(seconds: float, process: Any, call: Callable[[], object])
     return time.monotonic() - begun - seconds
 
 
-@pytest.mark.parametrize("others_compile", [False, True])
+@pytest.mark.parametrize("others_compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_interrupt_of_ranks_that_meet_goes_through_where_the_server_stands_still(
     server: tuple[Any, Store], others_compile: bool
 ) -> None:
@@ -192,6 +192,7 @@ def test_ranks_whose_store_stands_still_while_they_connect_find_out(
         group.configure(f"127.0.0.1:{port}/quorum", "0", 0, 2, 1, 0, 1, [0, 1])
 
 
+@pytest.mark.slow
 def test_ranks_whose_store_stands_still_while_groups_are_created_find_out(server: tuple[Any, Store]) -> None:
     process, store = server
     peers = Peers(0, (0, 1), store._store, {"cpu": "gloo"}, timedelta(seconds=1))

@@ -59,7 +59,7 @@ def test_a_part_may_keep_files_beside_its_log(monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.fixture(
     params=[
-        pytest.param(signal.default_int_handler, id="terminal", marks=pytest.mark.slow),
+        pytest.param(signal.default_int_handler, id="terminal"),
         pytest.param(signal.SIG_IGN, id="background"),
     ]
 )
@@ -70,6 +70,7 @@ def started_from(request: pytest.FixtureRequest) -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("started_from")
 def test_a_part_whose_time_is_over_says_what_it_knows_and_leaves_no_process(tmp_path: Path) -> None:
     file = tmp_path / "waits.py"
