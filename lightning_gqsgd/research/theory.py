@@ -35,10 +35,15 @@ from lightning_gqsgd.errors import ConfigError, check_at_least, check_positive, 
 
 __all__ = [
     "bits_at",
+    "ceo_rate",
     "convergence_factor",
     "dimension_together",
+    "distortion_of_rate",
     "elias_bits_bound",
     "expected_nonzeros",
+    "gap",
+    "independent_rate",
+    "rate_distortion",
     "sum_bits_exponential",
     "sum_bits_linear",
     "theta_exponential",
@@ -304,13 +309,130 @@ def elias_bits_bound(dimension: int, levels: int) -> float:
     return (3 + 1.5 * math.log2(2 * (levels * levels + dimension) / nonzeros)) * nonzeros + 32
 
 
-def bits_at(relative_l2: float) -> float:
-    """Returns the smallest number of bits per coordinate and rank for a relative L2 error r of the mean: log2(1/r).
+def ceo_rate(distortion: float, ranks: int, signal: float, noise: float) -> float:
+    """Returns the smallest number of bits per coordinate, of all ranks together, with which the true gradient is known
+    up to a mean square error.
 
-    Rate-distortion function of a normal source: R bits leave it with at least 2^-2R of its variance. The mean of n such
-    sources, variance 1 and R_i bits each, has the variance 1/n; given the messages the sources stay independent, so its
-    error is at least (1/n²) Σ 2^(-2 R_i), which by convexity is at least 2^-2R/n, R the mean of R_i. Relative to 1/n,
-    r² >= 2^-2R for every n.
+    The quadratic Gaussian CEO problem (sum rate: Oohama, IEEE T-IT 1998; Prabhakaran, Tse and Ramchandran, ISIT 2004).
+    X is normal with variance σx², and rank i knows Y_i = X + N_i, the N_i independent with variance σn². Let each send
+    Y_i to within an independent normal error of variance q: 1/D = 1/σx² + n/(σn² + q). The messages' joint information
+    is ½ log2(1 + nσx²/(σn²+q)) + (n/2) log2((σn²+q)/q), which with q put in terms of D is
+
+        R(D) = ½ log2(σx²/D) - (n/2) log2(1 - (σn²/n)(1/D - 1/σx²)).
+
+    It is 0 for D >= σx², which needs no message, and infinite at 1/(1/σx² + n/σn²), the error if all Y_i are known.
+    Estimates that scale the mean down to the least error are included; if σn²/n > σx², the plain mean of the
+    uncompressed gradients has D > σx², hence R = 0.
+
+    Args:
+        distortion: D, E(estimate - X)² per coordinate, about the true gradient.
+        ranks: n.
+        signal: σx², variance of the true gradient's coordinates.
+        noise: σn², variance of one rank's gradient about the true one; may be 0.
+
+    Raises:
+        ConfigError: if ``distortion`` is not above the error of exact messages, or if a variance is out of range.
+    """
+    _check_source(ranks, signal, noise)
+    check_positive(distortion=distortion)
+    return _reachable("distortion", distortion, _ceo_rate(distortion, ranks, signal, noise), ranks, signal, noise)
+
+
+def independent_rate(distortion: float, ranks: int, signal: float, noise: float) -> float:
+    """Returns the smallest number of bits per coordinate of all ranks together, if each rank's message is decoded
+    separately.
+
+    The same messages, without use of their common information: q follows from 1/D = 1/σx² + n/(σn² + q), and each rank
+    pays ½ log2(1 + (σx²+σn²)/q), the information of its message on a source of variance σx² + σn². Dithered scalar
+    quantisers with an entropy coder come within ½ log2(2πe/12) = 0.254 bits per rank of it, if the coder knows the
+    dither.
+
+    Args:
+        distortion: D, E(estimate - X)² per coordinate, about the true gradient.
+        ranks, signal, noise: see `ceo_rate`.
+
+    Raises:
+        ConfigError: if ``distortion`` is not above the error of exact messages, or if a variance is out of range.
+    """
+    _check_source(ranks, signal, noise)
+    check_positive(distortion=distortion)
+    if distortion >= signal:
+        return 0.0
+    error = ranks * distortion / (1 - distortion / signal) - noise
+    rate = ranks / 2 * math.log1p((signal + noise) / error) / math.log(2) if error > 0 else math.inf
+    return _reachable("distortion", distortion, rate, ranks, signal, noise)
+
+
+def distortion_of_rate(bits: float, ranks: int, signal: float, noise: float) -> float:
+    """Returns the smallest mean square error about the true gradient, per coordinate, for a sum rate: the inverse of
+    `ceo_rate`.
+
+    By bisection between 1/(1/σx² + n/σn²), where the rate is infinite, and σx², where it is 0, to the last bit.
+
+    Args:
+        bits: bits per coordinate of all ranks together.
+        ranks, signal, noise: see `ceo_rate`.
+
+    Raises:
+        ConfigError: if ``bits`` is negative or not finite, or if a variance is out of range.
+    """
+    _check_source(ranks, signal, noise)
+    check_at_least(0, bits=bits)
+    low = _least_distortion(ranks, signal, noise)
+    high = signal
+    while low < (middle := (low + high) / 2) < high:
+        if _ceo_rate(middle, ranks, signal, noise) > bits:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def gap(bits: float, error: float, ranks: int, signal: float, noise: float) -> float:
+    """Returns the bits per coordinate and rank above the CEO bound: ``bits`` - `ceo_rate` (``error``)/n.
+
+    It is at least 0 for messages from the ranks to a decoder that has no gradient itself, on normal coordinates with
+    the given variances. Each message is counted once: an all-reduce of codes of b bits counts as b, not as the 2b
+    (n-1)/n that a rank sends to reduce and to distribute. The error is about the true gradient; if only e, the codec's
+    error about the mean of the ranks' gradients, is known, and the codec is unbiased, it is e + σn²/n.
+
+    Args:
+        bits: bits per coordinate that one rank spends, scales included.
+        error: E(estimate - X)² per coordinate, about the true gradient.
+        ranks, signal, noise: see `ceo_rate`.
+
+    Raises:
+        ConfigError: if ``bits`` is negative, if ``error`` is not above the error of exact messages, or if a variance is
+            out of range.
+    """
+    _check_source(ranks, signal, noise)
+    check_at_least(0, bits=bits)
+    check_positive(error=error)
+    return bits - _reachable("error", error, _ceo_rate(error, ranks, signal, noise), ranks, signal, noise) / ranks
+
+
+def rate_distortion(relative_error: float) -> float:
+    """Returns the smallest number of bits per coordinate and rank for the mean of n independent normal gradients, at a
+    relative *squared* error.
+
+    Rate-distortion function of a normal source: R bits leave it with at least 2^-2R of its variance, so a relative
+    squared error D needs R = ½ log2(1/D). The mean of n such sources, variance 1 and R_i bits each, has the variance
+    1/n; given the messages the sources stay independent, so its error is at least (1/n²) Σ 2^(-2 R_i), which by
+    convexity is at least 2^-2R/n, R the mean of R_i. Relative to 1/n: 2^-2R, for every n. The same R = ½ log2(1/D).
+
+    Args:
+        relative_error: D = E|estimate - x̄|²/E|x̄|²; for D >= 1, no bits are needed.
+
+    Raises:
+        ConfigError: if ``relative_error`` is not above 0, or not finite.
+    """
+    check_positive(relative_error=relative_error)
+    return max(0.0, -math.log2(relative_error) / 2)
+
+
+def bits_at(relative_l2: float) -> float:
+    """Returns the smallest number of bits per coordinate and rank for a relative L2 error r of the mean: log2(1/r),
+    `rate_distortion` (r²).
 
     This holds for independent normal gradients with equal variances, and for a decoder that knows none of them. A rank
     that decodes knows its own part of the mean exactly, which saves at most ½ log2(n/(n-1)) bits.
@@ -332,3 +454,35 @@ def bits_at(relative_l2: float) -> float:
 def _ceil_log2(value: int) -> int:
     """Returns log2 of a positive integer, rounded up, exactly."""
     return (value - 1).bit_length()
+
+
+def _ceo_rate(distortion: float, ranks: int, signal: float, noise: float) -> float:
+    """Returns `ceo_rate` of checked arguments; infinite if the distortion is unreachable."""
+    if distortion >= signal:
+        return 0.0
+    share = noise / ranks / distortion * (1 - distortion / signal)
+    if share >= 1:
+        return math.inf
+    return (math.log2(signal) - math.log2(distortion) - ranks * math.log1p(-share) / math.log(2)) / 2
+
+
+def _least_distortion(ranks: int, signal: float, noise: float) -> float:
+    """Returns the mean square error about the true gradient of the best estimate from the uncompressed gradients."""
+    return 1 / (1 / signal + ranks / noise) if noise else 0.0
+
+
+def _reachable(name: str, value: float, rate: float, ranks: int, signal: float, noise: float) -> float:
+    """Returns ``rate``. Raise ConfigError if it is infinite, because no message has so small an error."""
+    if rate < math.inf:
+        return rate
+    raise ConfigError(
+        f"{name}={value:g} is not above {_least_distortion(ranks, signal, noise):g}, which the uncompressed gradients "
+        f"reach (ranks={ranks}, signal={signal:g}, noise={noise:g}); give the error about the true gradient, not about "
+        "the mean of the ranks' gradients"
+    )
+
+
+def _check_source(ranks: int, signal: float, noise: float) -> None:
+    check_whole(ranks=ranks)
+    check_positive(signal=signal)
+    check_at_least(0, noise=noise)

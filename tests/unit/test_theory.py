@@ -353,6 +353,8 @@ def test_constants_move_in_the_right_direction() -> None:
     assert falling([theory.tree_second_moment(n, False) for n in counts[1:]])
     assert falling([-theory.tree_second_moment(n, True) for n in counts])
     assert falling([-theory.elias_bits_bound(4096, s) for s in counts])
+    assert falling([theory.ceo_rate(d, 10, 1.0, 1.0) for d in (0.1, 0.2, 0.5, 0.9, 1.0)])
+    assert falling([theory.independent_rate(d, 10, 1.0, 1.0) for d in (0.1, 0.2, 0.5, 0.9, 1.0)])
     assert falling([theory.bits_at(r) for r in (0.001, 0.1, 0.5, 1.0)])
 
 
@@ -378,6 +380,17 @@ def test_constants_move_in_the_right_direction() -> None:
         (lambda: theory.sum_bits_linear(0, 2), "levels=0"),
         (lambda: theory.sum_bits_exponential(1, 0), "ranks=0"),
         (lambda: theory.elias_bits_bound(-1, 2), "dimension=-1"),
+        (
+            lambda: theory.ceo_rate(0.05, 10, 1.0, 1.0),
+            "distortion=0.05 is not above 0.0909091.*about the true gradient",
+        ),
+        (lambda: theory.independent_rate(0.05, 10, 1.0, 1.0), "distortion=0.05 is not above 0.0909091"),
+        (lambda: theory.gap(4.0, 0.05, 10, 1.0, 1.0), "error=0.05 is not above 0.0909091"),
+        (lambda: theory.ceo_rate(0.0, 10, 1.0, 1.0), "distortion=0.0 must be a finite number above 0"),
+        (lambda: theory.ceo_rate(0.5, 10, 0.0, 1.0), "signal=0.0 must be a finite number above 0"),
+        (lambda: theory.distortion_of_rate(1.0, 10, 1.0, -1.0), "noise=-1.0"),
+        (lambda: theory.distortion_of_rate("1", 10, 1.0, 1.0), "bits='1' must be a finite number"),
+        (lambda: theory.rate_distortion(0.0), "relative_error=0.0 must be a finite number above 0"),
         (lambda: theory.bits_at(-0.1), "relative_l2=-0.1"),
         (lambda: theory.stability(-0.1, 1.0, 1.0), "alpha=-0.1"),
         (lambda: theory.best_alpha(1.0, -2.0), "omega=-2.0"),
