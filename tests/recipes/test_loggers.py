@@ -50,7 +50,6 @@ def test_wandb_without_a_key_is_offline_and_plots_against_training_time(
     assert "no W&B key is configured" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("clean_process", "no_key")
 def test_a_run_that_goes_on_continues_its_wandb_run(tmp_path: Path) -> None:
     labels = Labels("a run", "a group", "quickstart", "ddp")
