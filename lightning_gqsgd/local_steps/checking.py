@@ -27,12 +27,14 @@ def in_plain_names(state: Any) -> Any:
 
 def check_kind(state: object, *, is_merged: bool) -> None:
     """Raise ConfigError for a state of the other kind of local steps than this run's."""
-    kinds = "has a number of steps between averages", "merges by the clock or with members that come and go"
-    if isinstance(state, Mapping) and ("merged" in state) != is_merged:
-        raise ConfigError(
-            f"the state is that of a run that {kinds[not is_merged]}, and this run {kinds[is_merged]}; resume with the "
-            "options that wrote it"
-        )
+    if not isinstance(state, Mapping) or ("merged" in state) == is_merged:
+        return
+    averages = "has a number of steps between averages"
+    merges = "merges by the clock or with members that come and go"
+    before, now = (averages, merges) if is_merged else (merges, averages)
+    raise ConfigError(
+        f"the state is that of a run that {before}, and this run {now}; resume with the options that wrote it"
+    )
 
 
 def check_local_state(averages: LocalAverages, state: Mapping[str, Any], own: bool) -> None:

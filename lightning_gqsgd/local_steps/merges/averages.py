@@ -206,7 +206,8 @@ class MergedAverages:
 
     def _count_anew(self) -> None:
         """Begin to count what the next change will be made of."""
-        self._samples_since = self._steps_since = 0
+        self._samples_since = 0
+        self._steps_since = 0
         self._rate_since = 0.0  # the largest learning rate of these steps
 
     # --- what is known -----------------------------------------------------------------------------------------------
