@@ -317,7 +317,7 @@ SENTENCES: Sentences = {
         (
             r"validation loss ends at ([\d.]+), ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) nats per byte, where fp32 "
             r"ends at ([\d.]+) .*these ways has the learning rate ([\d.]+) and the.*With DiLoCo at 4 bits, the loss is "
-            r"([\d.]+), after a (\d+)th of"
+            r"([\d.]+), the mean of both seeds, after a (\d+)th of"
         ): lambda: [
             *(trained_once(way) for way in ("ddp_bf16", "8 bit", "4 bit", "3 bit", "2 bit", "ddp")),
             trained("ddp", "learning rate"),
@@ -325,10 +325,10 @@ SENTENCES: Sentences = {
             trained("ddp", "sent (MB)") / trained(DILOCO, "sent (MB)"),
         ],
         (
-            r"with the second one, fp32 ends at ([\d.]+), and 8, 4 and 2 bits end at ([\d.]+), ([\d.]+) and "
-            r"([\d.]+)\..*ends at ([\d.]+) with the first seed, and with 0\.00025 at ([\d.]+)\."
+            r"with the second one, fp32 ends at ([\d.]+), and 8, 4, 3 and 2 bits end at ([\d.]+), ([\d.]+), "
+            r"([\d.]+) and ([\d.]+)\..*ends at ([\d.]+) with the first seed, and with 0\.00025 at ([\d.]+)\."
         ): lambda: [
-            *(trained_once(way, seed=1) for way in ("ddp", "8 bit", "4 bit", "2 bit")),
+            *(trained_once(way, seed=1) for way in ("ddp", "8 bit", "4 bit", "3 bit", "2 bit")),
             trained_once("ddp", 0.001),
             trained_once("ddp", 0.00025),
         ],
