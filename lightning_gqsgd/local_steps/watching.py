@@ -51,6 +51,10 @@ class WatchedModel:
         averaged: the parameters that are averaged.
         group: process group of the ranks that average them; None if members join and leave, whom torch.distributed does
             not know.
+
+    Attributes:
+        order: the parameters in the order that the model had in the last check (see `new_order`). Where layers have
+            changed places on one rank only, ranks would average different models.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class WatchedModel:
         self._wrapped = DDPModels({id(entry.whole) for entry, _ in self._averaged}, ranks)
         self._has_looked = len(ranks) < 2  # with fewer, no model averages over two of them
         self._known = list(model.parameters())  # kept, so that no new parameter gets the id of a deleted one
-        self._order: tuple[int, ...] = ()
+        self.order: tuple[int, ...] = ()
         # Those that were not empty at the start, by name.
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.numel()}
         self._parametrized = _parametrized_in(model)
@@ -94,12 +98,6 @@ class WatchedModel:
     def frozen(self) -> tuple[str, ...]:
         """Returns the names of the averaged parameters that do not require a gradient at the moment, in order."""
         return tuple(entry.name for entry, _ in self._averaged if not entry.whole.requires_grad)
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The parameters in the order that the model had in the last check (see `new_order`). Where layers have changed
-        places on one rank only, ranks would average different models."""
-        return self._order
 
     def forget_others(self) -> None:
         """Forget the values of the parameters that are not averaged, because weights were loaded."""
@@ -168,7 +166,7 @@ class WatchedModel:
                 "replaced by others (a new layer, load_state_dict(assign=True), a parametrisation), which each rank "
                 f"would keep as they are; {_REMEDY}"
             )
-        self._order = new_order(self._known, present.values())
+        self.order = new_order(self._known, present.values())
         known = {id(parameter) for parameter in self._known}
         added = [name for name, p in present.items() if p.requires_grad and id(p) not in known]
         if added:

@@ -108,7 +108,8 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[nn.Parameter]:
 def new_order(known: Iterable[Tensor], present: Iterable[Tensor]) -> tuple[int, ...]:
     """Returns the numbers that parameters of a model have in ``known``, in the order in which the model has them now.
 
-    Empty if the order is that of ``known``, and none has left. Parameters that are new in the model do not count.
+    Empty if the order is that of ``known``, and none has left; also if all have left, which callers refuse by name.
+    Parameters that are new in the model do not count.
     """
     numbers = {id(parameter): number for number, parameter in enumerate(known)}
     order = tuple(numbers[id(parameter)] for parameter in present if id(parameter) in numbers)

@@ -150,12 +150,13 @@ def in_words(values: Mapping[str, float], sends: str = "gradients") -> str:
     if not values["bytes_sent"]:
         return f"gqsgd: {steps}, in which this process has sent no {sends}"
     sent = _megabytes(values["bytes_sent"])
-    whole = _megabytes(values["fp32_bytes"])
     ratio = values["compression_ratio"]
     times = f"{max(ratio, 1 / ratio):.1f}"
-    compared = f" instead of {whole} in fp32, {times} times {'less' if ratio > 1 else 'more'}"
     if times == "1.0":  # nothing is compressed, or little of what is sent
         compared = ", about as much as in fp32"
+    else:
+        whole = _megabytes(values["fp32_bytes"])
+        compared = f" instead of {whole} in fp32, {times} times {'less' if ratio > 1 else 'more'}"
     parts = [
         f"gqsgd: in {steps}, rank 0 sent {sent} of {sends}{compared} "
         f"({values['bits_per_coordinate']:.2f} bits per coordinate)"
